@@ -1,0 +1,336 @@
+"""flex: torch's FlexAttention, with the problem written as a score_mod and a mask_mod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtruth.backends.peers.places import Places, places_of
+from gradtruth.backends.peers.refusals import head_dims, unable
+from gradtruth.backends.peers.rerun import differentiate, widened
+from gradtruth.backends.peers.views import (
+    empty_forward,
+    empty_grads,
+    from_heads_first,
+    from_lse,
+    has_no_elements,
+    heads_first,
+)
+from gradtruth.backends.protocol import Backend
+from gradtruth.core.problem import Problem
+from gradtruth.core.support import Claims, Reason, ReasonCode, Support
+from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
+
+__all__ = ["create"]
+
+_ABLE = (
+    ReasonCode.SOFTCAP,
+    ReasonCode.SOFTMAX,
+    ReasonCode.BIAS,
+    ReasonCode.ALIBI,
+    ReasonCode.MAX_LOGIT,
+    ReasonCode.LSE_GRAD,
+)
+_HALVES = ("bfloat16", "float16")
+_Index = Tensor
+_ScoreMod = Callable[..., Tensor]
+_MaskMod = Callable[..., Tensor]
+
+
+def create(name: str) -> Backend:
+    """The one backend of this module."""
+    return Flex(name)
+
+
+class Flex:
+    """FlexAttention: compiled on CUDA, its dense fallback on the CPU.
+
+    The public function has no backward on the CPU; the operator below it has one, and is called directly there,
+    on inputs widened to fp32, because the fallback rounds scores to the input dtype. A sink is applied to (out,
+    lse), as the function's users do.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def supports(self, problem: Problem, device: torch.device) -> Support:
+        """Everything but dropout on the CPU; less on CUDA."""
+        found = [*_missing(), *unable(problem, _ABLE), *head_dims(problem)]
+        if device.type == "cuda":
+            found += _cuda_reasons(problem)
+        elif device.type != "cpu":
+            found.append(
+                Reason(ReasonCode.DEVICE, f"device is {device.type}, CPU or CUDA is needed")
+            )
+        return Support(tuple(found))
+
+    def claims(self, problem: Problem, device: torch.device) -> Claims:
+        """Not foreign_lse: the backward runs the forward again. Hidden NaN reaches valid places through 0 * NaN."""
+        cpu = device.type == "cpu"
+        return Claims(
+            pure=cpu,
+            shielded=cpu and not problem.spec.ragged,
+            exact_zeros=cpu,
+            deterministic=cpu,
+            global_dropout=True,
+            no_sync=cpu,
+            graph_capturable=cpu,
+        )
+
+    def forward(self, problem: Problem, inputs: Inputs) -> Forward:
+        """out, lse and, when asked for, max_logit."""
+        if has_no_elements(problem, inputs):
+            return empty_forward(problem, inputs)
+        out, lse, top = _attend(problem, inputs)
+        max_logit = top.amax(dim=(0, 2)).float() if problem.spec.max_logit else None
+        return Forward(
+            out=out.to(inputs.q.dtype), lse=from_lse(lse, problem.spec.layout), max_logit=max_logit
+        )
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        forward: Forward,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        """The wanted gradients, by autograd; ``forward`` is not read."""
+        del forward
+        if has_no_elements(problem, inputs):
+            return empty_grads(inputs, wanted)
+        return differentiate(
+            lambda p, given: _attend(p, given)[:2], problem, inputs, dout, dlse, wanted
+        )
+
+
+def _missing() -> list[Reason]:
+    """Reasons of a torch without the parts of FlexAttention that are called."""
+    try:
+        from torch._higher_order_ops.flex_attention import flex_attention  # noqa: F401
+        from torch.nn.attention.flex_attention import AuxRequest  # noqa: F401
+    except ImportError as error:
+        return [Reason(ReasonCode.VERSION, f"torch {torch.__version__}: {error}")]
+    return []
+
+
+def _cuda_reasons(problem: Problem) -> list[Reason]:
+    found = []
+    if problem.dtype == "float64":
+        found.append(Reason(ReasonCode.DTYPE, "dtype is float64, up to float32 is compiled"))
+    for name in ("head_dim_qk", "head_dim_v"):
+        value = getattr(problem, name)
+        if not 16 <= value <= 256:
+            found.append(Reason(ReasonCode.HEAD_DIM, f"{name} is {value}, 16 to 256 are compiled"))
+    if problem.spec.sink and problem.dtype in _HALVES:
+        text = f"softmax_type is {problem.spec.softmax}, and out is rounded to {problem.dtype} before the sink"
+        found.append(Reason(ReasonCode.SOFTMAX, text))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Mods:
+    """score_mod and mask_mod take their tensors after the indices, so that autograd sees them."""
+
+    score: _ScoreMod
+    score_tensors: tuple[Tensor, ...]
+    mask: _MaskMod
+    mask_tensors: tuple[Tensor, ...]
+
+
+def _attend(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """out in the storage layout, lse [B', H, S], and the largest score per row [B', H, S], sink included in lse."""
+    layout = problem.spec.layout
+    on_cpu = inputs.q.device.type == "cpu"
+    wide = widened(problem, inputs)
+    if not on_cpu:
+        wide = replace(wide, q=inputs.q, k=inputs.k, v=inputs.v)
+    q, k, v = (heads_first(x, layout) for x in (wide.q, wide.k, wide.v))
+    places = places_of(problem, inputs)
+    mods = _mods(problem, wide, places)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse, top = (_fallback if on_cpu else _compiled)(problem, (q, k, v), mods)
+    lse = torch.where(top > -torch.inf, lse, -torch.inf)
+    if problem.spec.sink:
+        out, lse = _with_sink(problem, inputs, (out, lse), places)
+    return from_heads_first(out, layout), lse, top.detach()
+
+
+def _mods(problem: Problem, inputs: Inputs, places: Places) -> _Mods:
+    score, score_tensors = _score_mod(problem, inputs, places)
+    mask, mask_tensors = _mask_mod(problem, inputs, places)
+    return _Mods(score, score_tensors, mask, mask_tensors)
+
+
+def _mask_mod(
+    problem: Problem, inputs: Inputs, places: Places
+) -> tuple[_MaskMod, tuple[Tensor, ...]]:
+    band = problem.spec.band
+    tensors = [places.sequence_q, places.sequence_kv, places.i, places.j, places.diagonal]
+    picks = None
+    if inputs.attention_mask is not None:
+        pick, indices = _lookup(inputs.attention_mask, places)
+        picks = pick
+        tensors += indices
+
+    def mask_mod(b: _Index, h: _Index, m: _Index, n: _Index, *given: Tensor) -> Tensor:
+        sequence_q, sequence_kv, i, j, diagonal, *rest = given
+        visible = sequence_q[b, m] == sequence_kv[b, n]
+        inside = band.visible(i[b, m], j[b, n], diagonal[b, m])
+        if inside is not None:
+            visible = visible & inside
+        if picks is not None:
+            visible = visible & ~picks(rest, b, h, m, n)
+        return visible
+
+    return mask_mod, tuple(tensors)
+
+
+def _score_mod(
+    problem: Problem, inputs: Inputs, places: Places
+) -> tuple[_ScoreMod, tuple[Tensor, ...]]:
+    """x = softcap(scale * (q . k + pre)) + post - slope * distance, given scale * q . k."""
+    spec, scale = problem.spec, problem.scale
+    tensors: list[Tensor] = []
+    pick = None
+    if inputs.bias is not None:
+        pick, tensors = _lookup(inputs.bias, places)
+    biased = len(tensors)
+    slopes = inputs.alibi_slopes
+    if slopes is not None:
+        owner = places.sequence_q.clamp(min=0)
+        per_query = slopes[owner] if slopes.dim() == 2 else slopes.expand(*owner.shape, -1)
+        tensors = [*tensors, per_query, places.i + places.diagonal, places.j]
+
+    def score_mod(
+        score: Tensor, b: _Index, h: _Index, m: _Index, n: _Index, *given: Tensor
+    ) -> Tensor:
+        bias = None if pick is None else pick(given[:biased], b, h, m, n)
+        if bias is not None and spec.bias == "pre_scale":
+            score = score + bias * scale
+        if spec.softcap is not None:
+            score = spec.softcap * torch.tanh(score / spec.softcap)
+        if bias is not None and spec.bias == "post_scale":
+            score = score + bias
+        if slopes is not None:
+            per_query, centre, j = given[biased:]
+            score = score - per_query[b, m, h] * (centre[b, m] - j[b, n]).abs()
+        return score
+
+    return score_mod, tuple(tensors)
+
+
+def _lookup(tensor: Tensor, places: Places) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """How to read a bias or attention_mask [1|B, 1|H, 1|S, 1|T] at storage places, and the tensors for it."""
+    if tensor.numel() == 0:
+        # No sequence has both queries and keys, so nothing is looked up.
+        tensor = tensor.new_zeros(1, 1, 1, 1)
+    batches, heads, rows, columns = tensor.shape
+    sequence = places.sequence_q.clamp(min=0) if batches > 1 else torch.zeros_like(places.row)
+    row = places.row.clamp(0, rows - 1)
+    column = places.column.clamp(0, columns - 1)
+
+    def pick(given: tuple[Tensor, ...], b: _Index, h: _Index, m: _Index, n: _Index) -> Tensor:
+        values, sequence, row, column = given
+        head = h if heads > 1 else h * 0
+        return values[sequence[b, m], head, row[b, m], column[b, n]]
+
+    return pick, [tensor, sequence, row, column]
+
+
+def _fallback(
+    problem: Problem, operands: tuple[Tensor, Tensor, Tensor], mods: _Mods
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The dense fallback: out, lse and row maximum. Its statistics are base 2."""
+    from torch._higher_order_ops.flex_attention import flex_attention as operator
+
+    q, k, v = operands
+    one_block = _one_block(q.shape[2], k.shape[2], mods.mask)
+    options = {"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": True, "BACKEND": "AUTO"}
+    out, lse, top = operator(
+        q,
+        k,
+        v,
+        mods.score,
+        one_block,
+        problem.scale,
+        options,
+        mods.score_tensors,
+        mods.mask_tensors,
+    )
+    return out, lse * _LN2, top * _LN2
+
+
+_LN2 = 0.6931471805599453
+
+
+def _one_block(queries: int, keys: int, mask_mod: _MaskMod) -> tuple[Any, ...]:
+    """A block mask of one block that is partly visible: the fallback reads nothing but its mask_mod."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    count = torch.ones(1, 1, 1, dtype=torch.int32)
+    index = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    block = BlockMask.from_kv_blocks(
+        count, index, BLOCK_SIZE=(queries, keys), mask_mod=mask_mod, seq_lengths=(queries, keys)
+    )
+    return block.as_tuple()
+
+
+def _compiled(
+    problem: Problem, operands: tuple[Tensor, Tensor, Tensor], mods: _Mods
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The compiled kernel: out, lse and row maximum."""
+    from torch.nn.attention import flex_attention as flex
+
+    q, k, v = operands
+
+    def score_mod(score: Tensor, b: _Index, h: _Index, m: _Index, n: _Index) -> Tensor:
+        return mods.score(score, b, h, m, n, *mods.score_tensors)
+
+    def mask_mod(b: _Index, h: _Index, m: _Index, n: _Index) -> Tensor:
+        return mods.mask(b, h, m, n, *mods.mask_tensors)
+
+    block_mask = flex.create_block_mask(
+        mask_mod, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device=q.device
+    )
+    out, stats = _compiled_function()(
+        q,
+        k,
+        v,
+        score_mod,
+        block_mask,
+        scale=problem.scale,
+        enable_gqa=problem.group_size > 1,
+        return_aux=flex.AuxRequest(lse=True, max_scores=True),
+    )
+    return out, stats.lse, stats.max_scores
+
+
+@cache
+def _compiled_function() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def _with_sink(
+    problem: Problem, inputs: Inputs, result: tuple[Tensor, Tensor], places: Places
+) -> tuple[Tensor, Tensor]:
+    """out and lse with the sink in the denominator; rows without a visible key give it no gradient."""
+    out, lse = result
+    sink = torch.zeros(problem.num_heads, dtype=lse.dtype, device=lse.device)
+    if inputs.softmax_offset is not None:
+        sink = inputs.softmax_offset.to(lse.dtype)
+    logit = sink[None, :, None]
+    seen = lse > -torch.inf
+    finite = lse.masked_fill(~seen, 0.0)
+    total = torch.logaddexp(finite, logit)
+    valid = (places.sequence_q >= 0)[:, None]
+    bare = torch.where(valid, logit.detach(), -torch.inf)
+    return out * torch.exp(finite - total)[..., None], torch.where(seen, total, bare)

@@ -1,0 +1,1 @@
+"""Other libraries' names for what gradtruth does, one module per library."""

@@ -1,0 +1,384 @@
+"""The operator pair gradtruth::attention_forward and attention_backward: schemas, fakes, autograd.
+
+One pair serves every backend. The Spec travels as a string, so one compiled graph serves every length.
+Nothing here imports Triton.
+
+In plain eager code ``attend`` skips the dispatcher (with 18 arguments it costs more than the rest); under
+torch.compile, dispatch modes and tensor subclasses the registered operators are called.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtruth.backends.protocol import Backend
+from gradtruth.backends.select import Selection, select
+from gradtruth.core.layout import pack_gradients, split_packed
+from gradtruth.core.problem import Problem
+from gradtruth.core.spec import Spec
+from gradtruth.core.tensors import Forward, Inputs, Wanted
+from gradtruth.errors import InvalidProblem
+
+__all__ = ["Plan", "attend", "attend_backward", "is_plain", "metadata", "plan_of"]
+
+Tensors = tuple[Tensor | None, ...]
+_NAMES = tuple(Inputs.__dataclass_fields__)
+_BIAS, _OFFSET = _NAMES.index("bias"), _NAMES.index("softmax_offset")
+_CACHE_SIZE = 4096
+
+_TENSOR_ARGUMENTS = ", ".join(("Tensor q", *(f"Tensor? {name}" for name in _NAMES[1:])))
+_OPTIONS = "SymInt? max_seqlen_q, SymInt? max_seqlen_kv, str spec, str backend"
+_lib = torch.library.Library("gradtruth", "DEF")
+_lib.define(f"attention_forward({_TENSOR_ARGUMENTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
+_lib.define(
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] output_mask, "
+    f"{_TENSOR_ARGUMENTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+# ---------------------------------------------------------------- plans
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a call with this metadata runs: the problem and the chosen backends."""
+
+    spec: str
+    backend: str
+    bounds: tuple[int | None, int | None]
+    problem: Problem
+    selection: Selection
+    forward: Backend
+    backward: Backend
+
+    def inputs(self, tensors: Tensors) -> Inputs:
+        """The tensors as a backend sees them: q, k, v as views of what was given, last dims contiguous."""
+        q, k, v = split_packed(self.problem.spec.packing, *tensors[:3])  # type: ignore[arg-type]
+        if self.selection.copies:
+            q, k, v = (
+                _unit(t, n, self.selection.copies) for t, n in ((q, "q"), (k, "k"), (v, "v"))
+            )
+        return Inputs(q, k, v, *tensors[3:])
+
+
+def _unit(tensor: Tensor, name: str, copies: tuple[str, ...]) -> Tensor:
+    return tensor.contiguous() if name in copies else tensor
+
+
+def metadata(tensor: Tensor | None) -> tuple | None:
+    """What a plan depends on, hashable."""
+    if tensor is None:
+        return None
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15)
+
+
+_plans: OrderedDict[tuple, Plan] = OrderedDict()
+
+
+def plan_of(
+    spec: str, backend: str, bounds: tuple[int | None, int | None], tensors: Tensors
+) -> Plan:
+    """The plan of a call; the same object for the same metadata, least recently used ones are dropped.
+
+    Raises:
+        UnsupportedProblem: the named backend, or every backend, refuses.
+    """
+    key = (spec, backend, bounds, *map(metadata, tensors))
+    found = _plans.get(key)
+    if found is None:
+        found = _plans[key] = _make_plan(spec, backend, bounds, tensors)
+        while len(_plans) > _CACHE_SIZE:
+            _plans.popitem(last=False)
+    return found
+
+
+def _make_plan(
+    spec: str, backend: str, bounds: tuple[int | None, int | None], tensors: Tensors
+) -> Plan:
+    decoded = Spec.decode(spec)
+    q, k, v = split_packed(decoded.packing, *tensors[:3])  # type: ignore[arg-type]
+    problem = Problem.of(decoded, Inputs(q, k, v, *tensors[3:]), *bounds)
+    selection = select(problem, q.device, backend)
+    if selection.forward is None or selection.backward is None:
+        raise InvalidProblem(f"backend is {backend!r}, expected one that was selected")
+    return Plan(spec, backend, bounds, problem, selection, selection.forward, selection.backward)
+
+
+# ---------------------------------------------------------------- what the operators run
+
+
+def _run_forward(plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.no_grad():
+        found = plan.forward.forward(plan.problem, plan.inputs(tensors))
+    max_logit = found.max_logit
+    if max_logit is None:
+        max_logit = torch.empty(0, dtype=found.lse.dtype, device=found.lse.device)
+    return found.out, found.lse, max_logit
+
+
+def _run_backward(
+    plan: Plan,
+    tensors: Tensors,
+    forward: Forward,
+    dout: Tensor,
+    dlse: Tensor | None,
+    mask: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    packing = plan.problem.spec.packing
+    if packing in ("3hd", "h3d"):
+        wanted = Wanted(mask[0], mask[0], mask[0], *mask[3:])
+    elif packing in ("2hd", "h2d"):
+        wanted = Wanted(mask[0], mask[1], mask[1], *mask[3:])
+    else:
+        wanted = Wanted(*mask)
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    with torch.no_grad():
+        grads = plan.backward.backward(
+            plan.problem, plan.inputs(tensors), forward, dout, dlse, wanted
+        )
+    dq, dk, dv = grads.dq, grads.dk, grads.dv
+    if packing in ("3hd", "h3d") and mask[0]:
+        dq, dk, dv = pack_gradients(packing, (dq, dk, dv)), None, None  # type: ignore[arg-type]
+    elif packing in ("2hd", "h2d") and mask[1]:
+        dk, dv = pack_gradients(packing, (dk, dv)), None  # type: ignore[arg-type]
+    return tuple(
+        dout.new_empty(0) if grad is None else grad
+        for grad in (dq, dk, dv, grads.dbias, grads.dsoftmax_offset)
+    )  # type: ignore[return-value]
+
+
+def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, max_q, max_kv, spec, backend = arguments
+    plan = plan_of(spec, backend, (max_q, max_kv), tuple(tensors))
+    return _run_forward(plan, tuple(tensors))
+
+
+def _backward_impl(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    output_mask: list[bool],
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    *tensors, max_q, max_kv, spec, backend = arguments
+    plan = plan_of(spec, backend, (max_q, max_kv), tuple(tensors))
+    return _run_backward(
+        plan, tuple(tensors), Forward(out=out, lse=lse), dout, dlse, tuple(output_mask)
+    )
+
+
+# ---------------------------------------------------------------- fakes
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, _max_q, _max_kv, spec, _backend = arguments
+    decoded = Spec.decode(spec)
+    q, _k, v = split_packed(decoded.packing, *tensors[:3])
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    heads = q.shape[-2]
+    if decoded.layout == "thd":
+        lse = q.new_empty((heads, q.shape[0]), dtype=dtype).t()
+    elif decoded.layout == "bshd":
+        lse = q.new_empty((q.shape[0], heads, q.shape[1]), dtype=dtype)
+    else:
+        lse = q.new_empty((q.shape[1], heads, q.shape[0]), dtype=dtype)
+    max_logit = q.new_empty((heads if decoded.max_logit else 0,), dtype=dtype)
+    return out, lse, max_logit
+
+
+def _backward_fake(
+    dout: Tensor,
+    _dlse: Tensor | None,
+    _out: Tensor,
+    _lse: Tensor,
+    output_mask: list[bool],
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    sources = (*arguments[:3], arguments[_BIAS], arguments[_OFFSET])
+    return tuple(
+        dout.new_empty(source.shape, dtype=source.dtype)
+        if want and source is not None
+        else dout.new_empty(0)
+        for source, want in zip(sources, output_mask, strict=True)
+    )
+
+
+# ---------------------------------------------------------------- autograd
+
+
+class _Attention(torch.autograd.Function):
+    """The pair as one differentiable function. ``plan`` is None where the operators must be called."""
+
+    @staticmethod
+    def forward(
+        plan: Plan | None, options: tuple, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if plan is not None:
+            return _run_forward(plan, tensors)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.gradtruth.attention_forward.default(*tensors, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        plan, options, *tensors = inputs
+        out, lse, max_logit = output
+        ctx.plan, ctx.options = plan, options
+        ctx.set_materialize_grads(False)
+        if Spec.decode(options[2]).lse_grad:
+            ctx.mark_non_differentiable(max_logit)
+        else:
+            ctx.mark_non_differentiable(lse, max_logit)
+        ctx.save_for_backward(out, lse, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dmax: None) -> tuple:
+        out, lse, *tensors = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        mask = (needs[0], needs[1], needs[2], needs[_BIAS], needs[_OFFSET])
+        if dout is None:
+            dout = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+        found = _AttentionBackward.apply if torch.is_grad_enabled() else _backward_once
+        grads = found(ctx.plan, ctx.options, mask, dout, dlse, out, lse, *tensors)
+        placed: list[Tensor | None] = [None] * len(_NAMES)
+        for at, grad, want in zip((0, 1, 2, _BIAS, _OFFSET), grads, mask, strict=True):
+            placed[at] = grad if want else None
+        return (None, None, *placed)
+
+    @staticmethod
+    def jvp(ctx: Any, *_tangents: Any) -> None:
+        raise NotImplementedError(
+            "gradtruth attention has no forward-mode derivative; use reverse mode"
+        )
+
+    @staticmethod
+    def vmap(*_arguments: Any) -> None:
+        raise NotImplementedError(
+            "gradtruth attention cannot be vmapped; fold the mapped dim into the batch (or into heads)"
+        )
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward under create_graph=True: right once, an error when differentiated again."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return _backward_once(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor) -> None:
+        raise NotImplementedError(
+            "gradtruth attention has no second derivative; the gradient was asked for with create_graph=True and "
+            "then differentiated. Compute attention out of PyTorch operations for that, or detach the gradient"
+        )
+
+    @staticmethod
+    def vmap(*_arguments: Any) -> None:
+        raise NotImplementedError(
+            "the backward of gradtruth attention cannot be vmapped; call it once per gradient"
+        )
+
+
+def _backward_once(
+    plan: Plan | None,
+    options: tuple,
+    mask: tuple[bool, ...],
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *tensors: Tensor | None,
+) -> tuple[Tensor, ...]:
+    if plan is not None:
+        return _run_backward(plan, tensors, Forward(out=out, lse=lse), dout, dlse, mask)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.gradtruth.attention_backward.default(
+            dout, dlse, out, lse, mask, *tensors, *options
+        )
+
+
+def _forward_autograd(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    count = len(_NAMES)
+    return _Attention.apply(None, arguments[count:], *arguments[:count])  # type: ignore[return-value]
+
+
+def _backward_autograd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    output_mask: list[bool],
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    count = len(_NAMES)
+    return _AttentionBackward.apply(  # type: ignore[return-value]
+        None, arguments[count:], tuple(output_mask), dout, dlse, out, lse, *arguments[:count]
+    )
+
+
+_lib.impl("attention_forward", _forward_impl, "CompositeExplicitAutograd")
+_lib.impl("attention_backward", _backward_impl, "CompositeExplicitAutograd")
+_lib.impl("attention_forward", _forward_autograd, "Autograd")
+_lib.impl("attention_backward", _backward_autograd, "Autograd")
+torch.library.register_fake("gradtruth::attention_forward", _forward_fake, lib=_lib)
+torch.library.register_fake("gradtruth::attention_backward", _backward_fake, lib=_lib)
+
+
+# ---------------------------------------------------------------- entry points
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """True when nothing listens in: no compiler, no dispatch mode, no functorch, no tensor subclass."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(t is None or type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
+
+
+def attend(plan: Plan | None, options: tuple, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and max_logit (empty when not asked for), differentiable.
+
+    Args:
+        plan: from ``plan_of`` for plain calls, None to go through the operators.
+        options: (max_seqlen_q, max_seqlen_kv, spec string, backend).
+        tensors: in the order of ``Inputs``'s fields; k or v None where packed.
+    """
+    if plan is not None:
+        if torch.is_grad_enabled():
+            return _Attention.apply(plan, options, *tensors)  # type: ignore[return-value]
+        return _run_forward(plan, tensors)
+    if (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return _Attention.apply(None, options, *tensors)  # type: ignore[return-value]
+    return torch.ops.gradtruth.attention_forward.default(*tensors, *options)
+
+
+def attend_backward(
+    plan: Plan | None,
+    options: tuple,
+    tensors: Tensors,
+    forward: Forward,
+    dout: Tensor,
+    dlse: Tensor | None,
+    mask: tuple[bool, ...],
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv, dbias, dsoftmax_offset (empty where not wanted), without autograd."""
+    if plan is not None:
+        return _run_backward(plan, tensors, forward, dout, dlse, mask)
+    return torch.ops.gradtruth.attention_backward.default(
+        dout, dlse, forward.out, forward.lse, mask, *tensors, *options
+    )

@@ -1,0 +1,1 @@
+"""The instrument: the fp64 oracle, measured error budgets, and what is built on them."""

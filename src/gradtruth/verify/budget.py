@@ -1,0 +1,433 @@
+"""The measured budget: is a tensor as near to the oracle as its dtype allows, per (tensor, sequence, head)?
+
+Four tests, each ``error <= 2 * (error of the yardstick on the same input) + c * eps * magnitude``; the
+derivation and the calibration of every c are in ``verify/README.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtruth.core.layout import canonical, canonical_lse
+from gradtruth.core.problem import Problem
+from gradtruth.core.tensors import Inputs
+from gradtruth.verify.rounding import Magnitude, rounding_of
+from gradtruth.verify.scoring import Place, places
+
+__all__ = ["Norms", "Row", "Share", "Summary", "compare", "eps_of", "summarise"]
+
+_FACTOR = 2.0  # of the yardstick's error
+_C_ELEMENT = 1.0  # of bound
+_C_LINE = 1.0  # of spread, as are the next four
+_C_RMS = 0.4
+_C_FEW = 0.8  # over the root of the number of rows, added to _C_RMS
+_C_APART = 1.0
+_C_ALIGNED = 0.8
+_C_SCATTER = 3.0  # of the yardstick's projections row by row, in quadrature
+_LIMIT = 4.0  # of eps * spread: for more than this no yardstick counts
+_WELL_ABOVE = 8.0  # cosine and norm ratio mean something over this many eps * spread
+
+_QUERY_SIDE = ("out", "dq")
+_KEY_SIDE = ("dk", "dv")
+_MINUS_INF = ("lse", "max_logit")  # where -inf is a value like 0 in the others, and fp32 at least
+
+
+def eps_of(problem: Problem, name: str) -> float:
+    """The eps in which the magnitudes of a tensor are counted."""
+    rounding = rounding_of(problem)
+    return rounding.unit * (rounding.ratio if name in _MINUS_INF else 1.0)
+
+
+class Share(NamedTuple):
+    """What one test measured and what it allows."""
+
+    measured: float
+    allowed: float
+
+    @property
+    def used(self) -> float:
+        """measured / allowed: at most 1 passes."""
+        if self.measured == 0.0:
+            return 0.0
+        return self.measured / self.allowed if self.allowed > 0.0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Norms over a part of a tensor.
+
+    Attributes:
+        oracle, got, error: of the oracle, of what was measured, of the difference.
+        dot: <got, oracle>.
+        floor: of eps * spread, the rounding that was to be expected.
+        allowed: of the error that was allowed.
+    """
+
+    oracle: float
+    got: float
+    error: float
+    dot: float
+    floor: float
+    allowed: float
+
+    @staticmethod
+    def of(parts: Iterable[Norms]) -> Norms:
+        """Over all parts together."""
+        parts = tuple(parts)
+        roots = {
+            name: math.sqrt(sum(getattr(part, name) ** 2 for part in parts))
+            for name in ("oracle", "got", "error", "floor", "allowed")
+        }
+        return Norms(dot=sum(part.dot for part in parts), **roots)
+
+    @property
+    def relative_l2(self) -> float:
+        """|error| / |oracle|; inf where only the oracle is 0, 0 where both are."""
+        return _ratio(self.error, self.oracle)
+
+    @property
+    def budget(self) -> float:
+        """The relative L2 that was allowed."""
+        return _ratio(self.allowed, self.oracle)
+
+    @property
+    def cosine(self) -> float | None:
+        """Of the angle between result and oracle; None where the oracle is not well above rounding."""
+        if not self._meaningful or self.got == 0.0:
+            return None
+        return self.dot / (self.got * self.oracle)
+
+    @property
+    def norm_ratio(self) -> float | None:
+        """|got| / |oracle|; None where the oracle is not well above rounding."""
+        return self.got / self.oracle if self._meaningful else None
+
+    @property
+    def _meaningful(self) -> bool:
+        return self.oracle > _WELL_ABOVE * self.floor and math.isfinite(self.got)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One tensor in one (sequence, head).
+
+    Attributes:
+        tensor: its name.
+        sequence, head: None where the tensor is not split by them; both None for all places of a tensor
+            that lie outside every sequence.
+        element: the element with the largest share of its allowance.
+        line: the norm of a row (a query or a key) in units of eps * spread of that row, the worst one.
+        rms: root mean square over all elements.
+        projection: <error, oracle> / <oracle, oracle>, the common factor that is wrong.
+        norms: over all elements.
+        broken: what no budget covers: NaN or Inf, or something where 0 (or -inf) is exact.
+    """
+
+    tensor: str
+    sequence: int | None
+    head: int | None
+    element: Share
+    line: Share
+    rms: Share
+    projection: Share
+    norms: Norms
+    broken: str = ""
+
+    @property
+    def used(self) -> float:
+        """The largest share of a budget that was used up; inf for what no budget covers."""
+        if self.broken:
+            return math.inf
+        return max(share.used for share in self._tests().values())
+
+    @property
+    def passed(self) -> bool:
+        """Within every budget."""
+        return self.used <= 1.0
+
+    @property
+    def finding(self) -> str:
+        """What is wrong, in words; empty when nothing is."""
+        if self.broken:
+            return self.broken
+        over = ((name, share) for name, share in self._tests().items() if share.used > 1.0)
+        return ", ".join(f"{name} {s.measured:.3g} > {s.allowed:.3g}" for name, s in over)
+
+    @property
+    def resolution(self) -> float:
+        """A result wrong by a common factor 1 + x is found for sure when |x| is over this."""
+        if self.broken or self.norms.oracle == 0.0:
+            return math.inf
+        by_rms = (self.norms.allowed + self.norms.error) / self.norms.oracle
+        return min(by_rms, self.projection.allowed + self.projection.measured)
+
+    def _tests(self) -> dict[str, Share]:
+        return {
+            "element": self.element,
+            "row": self.line,
+            "rms": self.rms,
+            "projection": self.projection,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One tensor.
+
+    Attributes:
+        tensor: its name.
+        norms: over the whole tensor.
+        worst: the row that used most of its budget.
+        rows: all of them.
+    """
+
+    tensor: str
+    norms: Norms
+    worst: Row
+    rows: tuple[Row, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Every row passed."""
+        return self.worst.passed
+
+
+def summarise(rows: Iterable[Row]) -> Summary:
+    """The summary of one tensor's rows, at least one.
+
+    Raises:
+        ValueError: there is no row.
+    """
+    rows = tuple(rows)
+    worst = max(rows, key=lambda row: row.used)
+    return Summary(worst.tensor, Norms.of(row.norms for row in rows), worst, rows)
+
+
+@dataclass(slots=True)
+class _Part:
+    """[heads, rows, dims] of a tensor in one sequence: measured, oracle, yardstick, bound, spread."""
+
+    sequence: int | None
+    got: Tensor
+    oracle: Tensor
+    yardstick: Tensor
+    bound: Tensor
+    spread: Tensor
+
+
+def compare(
+    problem: Problem,
+    inputs: Inputs,
+    name: str,
+    measured: Tensor,
+    oracle: Tensor,
+    magnitude: Magnitude,
+    yardstick: Tensor,
+) -> list[Row]:
+    """Judge one tensor.
+
+    Args:
+        problem: what was computed.
+        inputs: its tensors; only what says where sequences lie is read.
+        name: "out", "lse", "max_logit" or a field of ``Grads``.
+        measured: the result, in the problem's layout.
+        oracle, magnitude: from ``verify.oracle``, for the same (out, lse) if they were given.
+        yardstick: the result of the ``unfused`` backend in the same dtype on the same input.
+
+    Returns:
+        One row per (sequence, head) that has places, and one for the places outside every sequence.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    device = oracle.device
+    tensors = [measured.detach(), oracle, yardstick.detach(), magnitude.bound, magnitude.spread]
+    if any(t.shape != oracle.shape for t in tensors):
+        shapes = ", ".join(str(list(t.shape)) for t in tensors)
+        raise ValueError(
+            f"shapes of {name} (measured, oracle, yardstick, bound, spread) are {shapes}, expected equal"
+        )
+    tensors = [t.to(device, torch.float64) for t in tensors]
+    where = places(problem, inputs)
+    eps = eps_of(problem, name)
+    exact = -math.inf if name in _MINUS_INF else 0.0
+    rows = []
+    for sequence, parts in _split(problem, name, tensors, where):
+        rows += _judge(name, _Part(sequence, *parts), eps, exact)
+    return rows + _outside(problem, name, tensors[0], where, exact)
+
+
+def _split(
+    problem: Problem, name: str, tensors: list[Tensor], where: list[Place]
+) -> Iterator[tuple[int | None, list[Tensor]]]:
+    """Per sequence, every tensor as [heads, rows, dims]."""
+    layout = problem.layout
+    if name == "dbias":
+        for n in range(tensors[0].shape[0]):
+            yield (n if tensors[0].shape[0] > 1 else None), [t[n] for t in tensors]
+    elif name in ("lse", *_QUERY_SIDE, *_KEY_SIDE):
+        for n, place in enumerate(where):
+            row = 0 if layout == "thd" else n
+            at = place.keys if name in _KEY_SIDE else place.queries
+            if name == "lse":
+                yield n, [canonical_lse(t, layout)[row, :, at].unsqueeze(-1) for t in tensors]
+            else:
+                yield n, [canonical(t, layout)[row, at].transpose(0, 1) for t in tensors]
+    else:
+        yield None, [t.view(-1, 1, 1) for t in tensors]
+
+
+def _judge(name: str, part: _Part, eps: float, exact: float) -> list[Row]:
+    """The rows of one sequence, one per head."""
+    if part.got.numel() == 0:
+        return []
+    nothing = part.bound == 0 if exact == 0.0 else part.oracle == exact
+    broken = _broken(part.got, nothing, exact)
+    oracle = part.oracle.masked_fill(nothing, 0.0)
+    error = torch.where(nothing & (part.got == exact), 0.0, part.got - part.oracle)
+    error = error.nan_to_num(math.inf, math.inf, math.inf)
+    # A yardstick that is no number allows nothing.
+    drift = torch.where(nothing, 0.0, part.yardstick - part.oracle).nan_to_num(0.0, 0.0, 0.0)
+    bound, floor = eps * part.bound, eps * part.spread
+    got = torch.where(nothing & (part.got == exact), 0.0, part.got).nan_to_num(math.inf)
+    rms = torch.minimum(_FACTOR * _norm(drift), _LIMIT * _norm(floor))
+    rms += (_C_RMS + _C_FEW / math.sqrt(error.shape[1])) * _norm(floor)
+    found = {
+        "element": _element(error, drift, bound),
+        "line": _line(error, drift, floor),
+        "projection": _projection(error, drift, oracle, floor),
+        "oracle": _norm(oracle),
+        "got": _norm(got),
+        "error": _norm(error),
+        "dot": (got * oracle).sum((1, 2)),
+        "floor": _norm(floor),
+        "allowed": rms,
+    }
+    columns = {key: x.tolist() for key, x in found.items()}
+    root = math.sqrt(error[0].numel())
+    rows = []
+    for h, reason in enumerate(broken):
+        at = {key: column[h] for key, column in columns.items()}
+        tests = {key: Share(*at.pop(key)) for key in ("element", "line", "projection")}
+        norms = Norms(**at)
+        rms_share = Share(norms.error / root, norms.allowed / root)
+        head = None if name == "dbias" and len(broken) == 1 else h
+        rows.append(
+            Row(
+                tensor=name,
+                sequence=part.sequence,
+                head=head,
+                rms=rms_share,
+                norms=norms,
+                broken=reason,
+                **tests,
+            )
+        )
+    return rows
+
+
+def _norm(x: Tensor) -> Tensor:
+    return x.flatten(1).norm(dim=1)
+
+
+def _broken(got: Tensor, nothing: Tensor, exact: float) -> list[str]:
+    """Per head, what no budget covers."""
+    stray = (nothing & (got != exact)).flatten(1).sum(1).tolist()
+    lost = (~nothing & ~got.isfinite()).flatten(1).sum(1).tolist()
+    reasons = []
+    for strays, losses in zip(stray, lost, strict=True):
+        found = []
+        if losses:
+            found.append(f"{losses} NaN or Inf")
+        if strays:
+            found.append(f"{strays} not {exact:g} where nothing contributes")
+        reasons.append(", ".join(found))
+    return reasons
+
+
+def _element(error: Tensor, drift: Tensor, bound: Tensor) -> Tensor:
+    """[heads, 2]: error and allowance of the element with the largest share."""
+    size = bound.flatten(1)
+    most = torch.minimum(_FACTOR * drift.abs().flatten(1).amax(1), _LIMIT * size.amax(1))
+    allowed = most.unsqueeze(1) + _C_ELEMENT * size
+    measured = error.abs().flatten(1)
+    share = torch.where(measured > 0, measured / allowed, 0.0)
+    worst = share.argmax(1, keepdim=True)
+    return torch.cat((measured.gather(1, worst), allowed.gather(1, worst)), 1)
+
+
+def _line(error: Tensor, drift: Tensor, floor: Tensor) -> Tensor:
+    """[heads, 2]: the largest error norm of a row over its own floor, and its allowance."""
+    size = floor.norm(dim=2)
+    measured, usual = (
+        torch.where(size > 0, x.norm(dim=2) / size, 0.0).amax(1) for x in (error, drift)
+    )
+    return torch.stack((measured, (_FACTOR * usual).clamp(max=_LIMIT) + _C_LINE), 1)
+
+
+def _projection(error: Tensor, drift: Tensor, oracle: Tensor, floor: Tensor) -> Tensor:
+    """[heads, 2]: |<error, oracle>| / <oracle, oracle> and its allowance.
+
+    Rounding errors of different rows are independent, so their projections add up in quadrature and the sum
+    is small beside a common factor. Allowed are: the yardstick's own projection; its scatter from row to row;
+    the scatter that the spread predicts for errors that are independent within a row too; and, in case few
+    rows carry all the weight, errors that point along the oracle in a whole row.
+    """
+    power = oracle.square().sum((1, 2))
+    measured = (error * oracle).sum((1, 2)).abs()
+    usual = (drift * oracle).sum(2)
+    apart = _norm(floor * oracle)
+    aligned = (floor.norm(dim=2) * oracle.norm(dim=2)).square()
+    # The root of (sum of squares) / (effective number of rows).
+    few = (aligned.square().sum(1) / aligned.sum(1)).nan_to_num(0.0).sqrt()
+    counted = _FACTOR * usual.sum(1).abs() + _C_SCATTER * usual.norm(dim=1)
+    counted = torch.minimum(counted, _LIMIT * aligned.sum(1).sqrt())
+    allowed = counted + _C_APART * apart + _C_ALIGNED * few
+    pair = torch.stack((measured, allowed), 1) / power.unsqueeze(1)
+    return torch.where(power.unsqueeze(1) > 0, pair, 0.0).nan_to_num(math.inf, math.inf)
+
+
+def _outside(
+    problem: Problem, name: str, measured: Tensor, where: list[Place], exact: float
+) -> list[Row]:
+    """One row for the places outside every sequence, if there are any."""
+    if name not in (*_QUERY_SIDE, *_KEY_SIDE, "lse"):
+        return []
+    if name == "lse":
+        rows = canonical_lse(measured, problem.layout).transpose(1, 2)
+    else:
+        rows = canonical(measured, problem.layout)
+    outside = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
+    for n, place in enumerate(where):
+        row = 0 if problem.layout == "thd" else n
+        outside[row, place.keys if name in _KEY_SIDE else place.queries] = False
+    strays = int((rows[outside] != exact).sum())
+    if not bool(outside.any()):
+        return []
+    none = Share(0.0, 0.0)
+    error = math.inf if strays else 0.0
+    return [
+        Row(
+            tensor=name,
+            sequence=None,
+            head=None,
+            element=none,
+            line=none,
+            rms=none,
+            projection=none,
+            norms=Norms(oracle=0.0, got=error, error=error, dot=0.0, floor=0.0, allowed=0.0),
+            broken=f"{strays} not {exact:g} outside every sequence" if strays else "",
+        )
+    ]
+
+
+def _ratio(part: float, whole: float) -> float:
+    if part == 0.0:
+        return 0.0
+    return part / whole if whole > 0.0 else math.inf

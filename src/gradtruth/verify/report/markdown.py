@@ -1,0 +1,40 @@
+"""Markdown: a report to paste into an issue or a README."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gradtruth.verify.findings import Run
+from gradtruth.verify.report.cells import COLUMNS, SUMMARY, cells, conclusion, summary
+
+__all__ = ["markdown"]
+
+
+def markdown(run: Run) -> str:
+    """The run as Markdown: summary, every row, machine and versions."""
+    problems = dict.fromkeys((row.case, row.problem, row.case_id[:12]) for row in run.rows)
+    parts = [
+        "# Attention verification",
+        conclusion(run.rows),
+        _table(SUMMARY, summary(run.rows)),
+        "## Cases",
+        _table(("case", "problem", "sha256"), problems),
+        "## Every tensor",
+        "rel_l2 is |got - oracle| / |oracle|; used is the largest share of the measured budget in any (sequence, "
+        "head), right up to 1; worst is that (sequence, head).",
+        _table(COLUMNS, [cells(row) for row in run.rows]),
+        "## Machine",
+        _table(("fact", "value"), [(name, str(value)) for name, value in run.facts.items()]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [tuple(names), ("---",) * len(names), *lines]
+    return "\n".join("| " + " | ".join(map(_escape, row)) + " |" for row in rows)
+
+
+def _escape(text: str) -> str:
+    for mark in ("\\", "|", "<", "*", "_", "`"):
+        text = text.replace(mark, f"\\{mark}") if mark != "<" else text.replace(mark, "&lt;")
+    return text

@@ -1,0 +1,241 @@
+"""How large the rounding errors of a healthy low-precision attention can be: bound and spread of every sum.
+
+The derivation is in ``verify/README.md``. Bounds and spreads are in units of one eps (``Rounding.unit``) and
+computed in fp64 from the same terms as the values. H query heads, G KV heads, b queries of a block, T keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradtruth.core.problem import Problem
+
+__all__ = [
+    "Magnitude",
+    "Rounding",
+    "RowErrors",
+    "ScoreErrors",
+    "WeightGradient",
+    "Weights",
+    "group_matmul",
+    "group_sum",
+    "rounding_of",
+    "score_errors",
+]
+
+_TF32_EPS = 2.0**-10
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitude:
+    """The size of rounding errors of one tensor, element by element, in units of eps.
+
+    Attributes:
+        bound: the same sums with absolute values: a first-order worst case, at least |value|.
+        spread: the same terms added in quadrature: what independent rounding errors amount to.
+    """
+
+    bound: Tensor
+    spread: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What a problem's dtype rounds to.
+
+    Attributes:
+        unit: eps of the operands and results: the input dtype's, 2^-10 where plain TF32 is allowed.
+        ratio: eps of scores, softmax and sums divided by ``unit``.
+        least: the largest absolute error of a value that underflows, in units of ``unit``.
+    """
+
+    unit: float
+    ratio: float
+    least: float
+
+
+def rounding_of(problem: Problem) -> Rounding:
+    """The rounding of a problem, by SEMANTICS section 5."""
+    info = torch.finfo(problem.torch_dtype)
+    # Only fp16 keeps its subnormals on every device.
+    kept = problem.dtype == "float16"
+    least = info.smallest_normal * info.eps if kept else info.smallest_normal
+    if problem.dtype == "float32" and problem.spec.allow_tf32:
+        return Rounding(_TF32_EPS, 1.0, least / _TF32_EPS)
+    accumulate = torch.finfo(problem.accumulate_dtype)
+    return Rounding(info.eps, accumulate.eps / info.eps, least / info.eps)
+
+
+def group_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """[H, b, X] times [G, X, Y], each query head with its KV head: [H, b, Y]."""
+    heads, rows, inner = a.shape
+    groups = b.shape[0]
+    folded = a.reshape(groups, heads // groups * rows, inner)
+    return (folded @ b).view(heads, rows, b.shape[-1])
+
+
+def group_sum(a: Tensor, b: Tensor, groups: int) -> Tensor:
+    """Sum over the queries and heads of a group: [H, b, T] and [H, b, D] give [G, T, D]."""
+    folded = a.shape[0] // groups * a.shape[1]
+    return a.reshape(groups, folded, a.shape[-1]).mT @ b.reshape(groups, folded, b.shape[-1])
+
+
+@dataclass(slots=True)
+class ScoreErrors:
+    """Errors of the scores of one block, in units of the accumulate eps.
+
+    Attributes:
+        score: [H, b, T], error of the final score, which is the relative error of exp of it.
+        slope: [H, b, T], error of the softcap's derivative; None without softcap.
+    """
+
+    score: Tensor
+    slope: Tensor | None
+
+
+def score_errors(
+    products: Tensor, chain: Tensor, cap: float | None, tanh: Tensor | None
+) -> ScoreErrors:
+    """Errors of final scores.
+
+    Args:
+        products: [H, b, T], |scale| times the sum of |q||k| and |pre-scale bias|: errors before the cap.
+        chain: broadcastable to it, the sum of the absolute values of what is added after the cap.
+        cap: the softcap.
+        tanh: [H, b, T], of score / cap.
+    """
+    if cap is None or tanh is None:
+        return ScoreErrors(products + chain, None)
+    slope, size = 1 - tanh * tanh, tanh.abs()
+    score = products * slope + cap * size + chain
+    return ScoreErrors(score, 2 * slope * size * products / cap + 2)
+
+
+@dataclass(slots=True)
+class Weights:
+    """The softmax weights of one block.
+
+    Attributes:
+        p: [H, b, T], P before dropout.
+        kept: [H, b, T], P after dropout.
+        keep: [H, b, T], keep / (1 - p); None without dropout.
+        errors: of the scores behind them.
+    """
+
+    p: Tensor
+    kept: Tensor
+    keep: Tensor | None
+    errors: ScoreErrors
+
+    @staticmethod
+    def of(x: Tensor, lse: Tensor, keep: Tensor | None, errors: ScoreErrors) -> Weights:
+        """P = exp(x - lse), 0 where lse is -inf."""
+        p = torch.exp(x - torch.where(lse == -torch.inf, torch.inf, lse).unsqueeze(-1))
+        return Weights(p, p if keep is None else p * keep, keep, errors)
+
+    def rounded(self, least: float) -> Tensor:
+        """|P after dropout|, with what an underflow may cost."""
+        return self.kept + least * (self.kept > 0)
+
+
+@dataclass(slots=True)
+class RowErrors:
+    """Errors of out and lse of one block, which all weights of a row share. Squares are squared spreads.
+
+    Attributes:
+        lse_bound, lse_square: [H, b], in units of the accumulate eps; 0 for a given lse.
+        out_bound, out_square: [H, b, Dv], in units of eps; 0 for a given out.
+    """
+
+    lse_bound: Tensor
+    lse_square: Tensor
+    out_bound: Tensor
+    out_square: Tensor
+
+    @staticmethod
+    def exact(out: Tensor, lse: Tensor) -> RowErrors:
+        """No error: out and lse were given."""
+        row, place = torch.zeros_like(lse), torch.zeros_like(out)
+        return RowErrors(row, row, place, place)
+
+    @staticmethod
+    def of(weights: Weights, v: Tensor, out: Tensor, lse: Tensor, rounding: Rounding) -> RowErrors:
+        """Errors of out [H, b, Dv] and lse [H, b] that were computed from weights and v [G, T, Dv]."""
+        rho = rounding.ratio
+        size = torch.where(lse == -torch.inf, 0.0, lse.abs() + 1)
+        shift = weights.p * weights.errors.score
+        lse_bound = shift.sum(-1) + size
+        lse_square = shift.square().sum(-1) + size * size
+        single, relative = weights.rounded(rounding.least), rho * weights.errors.score
+        out_bound = group_matmul(single * (1 + relative), v.abs())
+        out_bound += out.abs() * (1 + rho * lse_bound.unsqueeze(-1))
+        out_bound += rounding.least * (out_bound > 0)
+        out_square = group_matmul(single.square() * (1 + relative.square()), v.square())
+        out_square += out.square() * (1 + rho * rho * lse_square.unsqueeze(-1))
+        return RowErrors(lse_bound, lse_square, out_bound, out_square)
+
+
+@dataclass(slots=True)
+class WeightGradient:
+    """What dS of one block is made of.
+
+    Attributes:
+        weights: P.
+        rows: errors of out and lse.
+        dp: [H, b, T], keep / (1 - p) times dout . v.
+        dp_bound: [H, b, T], the same with absolute values.
+        delta: [H, b], dout . out - dlse.
+        delta_bound, delta_square: [H, b], its error in units of eps.
+    """
+
+    weights: Weights
+    rows: RowErrors
+    dp: Tensor
+    dp_bound: Tensor
+    delta: Tensor
+    delta_bound: Tensor
+    delta_square: Tensor
+
+    @staticmethod
+    def delta_errors(
+        dout: Tensor, out: Tensor, dlse: Tensor, rows: RowErrors, rounding: Rounding
+    ) -> tuple[Tensor, Tensor]:
+        """Bound and square [H, b] of the error of delta."""
+        rho, size, terms = rounding.ratio, dout.abs(), dout * out
+        bound = (size * rows.out_bound).sum(-1) + rho * (terms.abs().sum(-1) + dlse.abs())
+        square = (dout.square() * rows.out_square).sum(-1)
+        square += rho * rho * (terms.square().sum(-1) + dlse.square())
+        return bound, square
+
+    def errors(self, ds: Tensor, slope: Tensor | None, rounding: Rounding) -> tuple[Tensor, Tensor]:
+        """Bound and square [H, b, T] of the error of dS.
+
+        The bound holds every error. The square holds those that differ from weight to weight; those that a
+        row shares (delta and lse) are the caller's, who knows over what dS is summed.
+
+        Args:
+            ds: [H, b, T].
+            slope: [H, b, T], the softcap's derivative in ds; None when it is not in it.
+            rounding: of the problem.
+        """
+        rho, weights = rounding.ratio, self.weights
+        p = weights.p if slope is None else weights.p * slope
+        delta = self.delta.abs().unsqueeze(-1)
+        size, relative = ds.abs(), weights.errors.score + 1
+        inner = self.dp_bound + self.dp.abs() + delta
+        bound = size * (1 + rho * (relative + self.rows.lse_bound.unsqueeze(-1)))
+        bound += p * (rho * inner + self.delta_bound.unsqueeze(-1))
+        bound += rounding.least * (p > 0)
+        square = size.square() * (1 + (rho * relative).square())
+        square += (rho * p * inner).square()
+        if slope is not None and weights.errors.slope is not None:
+            steep = (
+                rho * weights.errors.slope * weights.p * (self.dp - self.delta.unsqueeze(-1)).abs()
+            )
+            bound += steep
+            square += steep.square()
+        square += rounding.least**2 * (p > 0)
+        return bound, square

@@ -1,0 +1,197 @@
+"""Reports: the same rows for a pipe, a terminal, a program and a reader."""
+
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from gradtruth.verify.findings import (
+    ExitCode,
+    Measured,
+    Part,
+    Row,
+    Run,
+    Verdict,
+    exit_code,
+    row_of_json,
+)
+from gradtruth.verify.report.console import print_verification
+from gradtruth.verify.report.html import html
+from gradtruth.verify.report.jsonl import write_json
+from gradtruth.verify.report.markdown import markdown
+
+
+def _measured(used, **place):
+    return Measured(
+        relative_l2=used / 100, cosine=0.5, norm_ratio=2.0, used=used, budget=0.01, **place
+    )
+
+
+def _row(**changes):
+    heads = tuple(_measured(0.1 + n + h, sequence=n, head=h) for n in range(2) for h in range(3))
+    given = {
+        "case": "layer3",
+        "case_id": "ab" * 32,
+        "problem": "b2 s8 h3/1 d8 bf16 bshd causal",
+        "backend": "reference",
+        "part": Part.BACKWARD,
+        "tensor": "dq",
+        "verdict": Verdict.WRONG,
+        "whole": _measured(3.1),
+        "worst": heads[-1],
+        "heads": heads,
+        "detail": ("a | b", "<script>alert(1)</script>"),
+        "seconds": 0.5,
+    }
+    return Row(**given | changes)
+
+
+_REFUSAL = _row(
+    backend="sdpa_flash",
+    part=Part.SUPPORT,
+    tensor=None,
+    verdict=Verdict.REFUSES,
+    whole=None,
+    worst=None,
+    heads=(),
+    detail=("no bias", "a window\nof 3\x1b[31m tokens " + "x" * 300),
+    seconds=None,
+)
+_RIGHT = _row(
+    verdict=Verdict.RIGHT, part=Part.FORWARD, tensor="out", detail=(), whole=_measured(math.nan)
+)
+_RUN = Run(
+    rows=(_row(), _REFUSAL, _RIGHT),
+    facts={"torch": "2.13.0", "threads": 2},
+    cases={"layer3": {"model": "<b>tiny</b>", "layer": 3}},
+)
+
+
+def _plain():
+    stream = io.StringIO()
+    print_verification(_RUN.rows, stream)
+    return stream.getvalue()
+
+
+def test_plain_text_has_one_aligned_line_per_row():
+    lines = _plain().splitlines()
+    table = lines[: lines.index("")]
+    assert len(table) == 1 + len(_RUN.rows)
+    for name in ("backend", "verdict", "detail"):
+        at = table[0].index(name)
+        assert all(line[at - 2 : at] == "  " and line[at] != " " for line in table[1:]), name
+    assert "x" * 300 in table[2], "nothing is cut"
+    assert "a window of 3" in table[2]
+
+
+def test_plain_text_has_no_escape_codes():
+    assert "\x1b" not in _plain()
+
+
+def test_summary_takes_the_gravest_verdict():
+    text = _plain()
+    summary = text.split("\n\n")[1].splitlines()
+    assert summary[1].split() == ["layer3", "reference", "right", "WRONG", "-"]
+    assert summary[2].split() == ["layer3", "sdpa_flash", "refuses", "refuses", "refuses"]
+    assert text.splitlines()[-1] == "1 right, 1 WRONG, 1 refuses, 0 not claimed, 0 error"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_terminal_shows_the_same_rows():
+    stream = _Terminal()
+    print_verification(_RUN.rows, stream)
+    text = re.sub(r"\s", "", stream.getvalue())
+    assert "sdpa_flash" in text
+    assert "\x1b[31mtokens" not in stream.getvalue()
+
+
+def test_json_document_round_trips(tmp_path):
+    path = tmp_path / "rows.json"
+    write_json(_RUN, path)
+    found = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert set(found) == {"format", "facts", "cases", "rows"}
+    assert found["format"] == 1
+    assert [repr(row_of_json(row)) for row in found["rows"]] == [repr(row) for row in _RUN.rows]
+
+
+def test_json_lines_are_the_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    write_json(_RUN, path)
+    lines = path.read_text().splitlines()
+    assert [row_of_json(json.loads(line)).backend for line in lines] == [
+        "reference",
+        "sdpa_flash",
+        "reference",
+    ]
+
+
+class _Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append(tag)
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_html_is_complete_escaped_and_without_scripts():
+    text = html(_RUN)
+    tags = _Tags()
+    tags.feed(text)
+    assert tags.open == []
+    assert "script" not in tags.found
+    assert "&lt;script&gt;" in text
+    assert "&lt;b&gt;tiny" in text
+    assert tags.found.count("svg") == 2
+    assert tags.found.count("rect") == 12
+    assert text.count('class="over"') == 2 * 5
+    assert not re.search(r"https?://|src=|@import|url\(", text)
+
+
+def test_html_shows_the_worst_of_many_heads():
+    heads = tuple(_measured(0.001 * at, sequence=at, head=0) for at in range(1000))
+    text = html(Run(rows=(_row(heads=heads),)))
+    assert "without the 744 that used least" in text
+    assert "n999,h0" in text
+    assert "n1,h0" not in text
+
+
+def test_markdown_keeps_its_columns():
+    lines = markdown(_RUN).splitlines()
+    table = [line for line in lines if line.startswith("| layer3")]
+    marks = [len(re.findall(r"(?<!\\)\|", line)) for line in lines if line.startswith("| case")]
+    assert len(table) == 2 + 1 + 3
+    assert len(re.findall(r"(?<!\\)\|", table[-3])) == marks[-1]
+    assert "<script>" not in markdown(_RUN)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "named", "expected"),
+    [
+        ("right", False, ExitCode.VERIFIED),
+        ("right,refuses,not claimed", False, ExitCode.VERIFIED),
+        ("right,refuses", True, ExitCode.UNSUPPORTED),
+        ("right,not claimed", True, ExitCode.VERIFIED),
+        ("refuses,refuses", False, ExitCode.UNSUPPORTED),
+        ("not claimed", False, ExitCode.UNSUPPORTED),
+        ("right,WRONG,refuses", True, ExitCode.FINDINGS),
+        ("right,error", False, ExitCode.FINDINGS),
+        ("", False, ExitCode.UNSUPPORTED),
+    ],
+)
+def test_exit_code(verdicts, named, expected):
+    rows = [_row(verdict=Verdict(v)) for v in verdicts.split(",") if v]
+    assert exit_code(rows, named=named) is expected
