@@ -17,6 +17,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=ORDER,
         help="run the conformance suite on this backend only; may be repeated",
     )
+    parser.addoption(
+        "--update-golden", action="store_true", help="write generated golden files anew"
+    )
 
 
 def pytest_configure() -> None:
@@ -32,9 +35,14 @@ def backend_names(request: pytest.FixtureRequest) -> tuple[str, ...]:
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Fresh memory is NaN (the largest number for integers), as if an earlier call had left it there."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     if not torch.empty(3).isnan().all():
-        raise RuntimeError("torch.empty does not fill memory: torch.utils.deterministic has changed")
+        raise RuntimeError(
+            "torch.empty does not fill memory: torch.utils.deterministic has changed"
+        )
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])

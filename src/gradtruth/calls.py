@@ -18,18 +18,18 @@ from torch import Tensor
 from gradtruth.arguments import (
     Options,
     TensorArguments,
+    check_contents,
     check_tensor,
     inputs_of,
     max_seqlens,
     spec_of,
 )
 from gradtruth.backends.select import Selection
-from gradtruth.contents import check_contents
 from gradtruth.core.tensors import Forward
 from gradtruth.errors import InvalidProblem
 from gradtruth.ops import Plan, attend, attend_backward, is_plain, metadata, plan_of
 
-__all__ = ["Backends", "Policy", "run_backward", "run_forward", "select_for", "use"]
+__all__ = ["Backends", "Policy", "run_backward", "run_forward", "select_for", "settle", "use"]
 
 Backends = str | tuple[str, str]
 
@@ -40,6 +40,7 @@ class Policy(NamedTuple):
     backend: Backends = "auto"
     check_inputs: bool | None = None
     context_parallel: object = None
+    settled: bool = False  # True: what is not an argument has been read, see ``settle``
 
 
 _LSE_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -96,11 +97,24 @@ def _backend_name(policy: Policy) -> str:
             f"context_parallel is {context_parallel!r}, expected None: not available in this release"
         )
     name = _joined(backend)
-    return _ambient.backend if name == "auto" else name
+    return _ambient.backend if name == "auto" and not policy.settled else name
+
+
+def settle(tensors: TensorArguments, options: Options, policy: Policy) -> tuple[Options, Policy]:
+    """Read now what is not an argument, for a call that is made again later, in a backward.
+
+    By then ``use`` may have ended, and autograd runs CUDA's backward in threads that never saw it. Autocast is
+    left to checkpointing, which restores it.
+    """
+    if isinstance(tensors.query, Tensor) and _tf32(_autocast(tensors)):
+        options = options._replace(allow_tf32=True)
+    return options, policy._replace(backend=_backend_name(policy), settled=True)
 
 
 def _autocast(tensors: TensorArguments) -> TensorArguments:
     """Under autocast q, k, v are cast to its dtype (fp64 stays), nothing else is."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     kind = tensors.query.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
@@ -130,7 +144,7 @@ def run_forward(
     tensors: TensorArguments,
     options: Options,
     policy: Policy,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run attention on collected arguments: what ``attention`` and the module have in common.
 
     Returns:
@@ -232,7 +246,7 @@ def _prepare(
         raise InvalidProblem(f"check_inputs is {check_inputs!r}, expected True, False or None")
     check_tensor("query", tensors.query)
     tensors = _autocast(tensors)
-    if _tf32(tensors):
+    if not policy.settled and _tf32(tensors):
         options = options._replace(allow_tf32=True)
     plain = is_plain(tensors.query, tensors.key, tensors.value)
     if plain:
@@ -255,7 +269,9 @@ def _plan(tensors: TensorArguments, options: Options, backend: str) -> Plan:
     if isinstance(options.window_size, list):
         options = options._replace(window_size=tuple(options.window_size))
     try:
-        key = (options, backend, *map(_described, tensors))
+        # True == 1 == 1.0, but validation tells them apart.
+        kinds = tuple(map(type, (*options, *(options.window_size or ()))))
+        key = (options, kinds, backend, *map(_described, tensors))
         found = _prepared.get(key)
     except (TypeError, AttributeError, RuntimeError):
         key, found = (

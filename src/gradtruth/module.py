@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gradtruth.arguments import BIAS_TYPES, SOFTMAX_TYPES, Options, TensorArguments
-from gradtruth.calls import Backends, Policy, run_forward
+from gradtruth.calls import Backends, Policy, run_forward, settle
 from gradtruth.core.mask import parse_mask_type
 from gradtruth.core.spec import Packing
 from gradtruth.errors import InvalidProblem
@@ -99,6 +99,14 @@ class DotProductAttention(torch.nn.Module):
         if softmax_type not in SOFTMAX_TYPES:
             known = ", ".join(map(repr, SOFTMAX_TYPES))
             raise InvalidProblem(f"softmax_type is {softmax_type!r}, expected one of {known}")
+        if not isinstance(attention_dropout, int | float) or not 0.0 <= attention_dropout <= 1.0:
+            raise InvalidProblem(
+                f"attention_dropout is {attention_dropout!r}, expected a number in [0, 1]"
+            )
+        if qkv_format not in ("sbhd", "bshd", "thd"):
+            raise InvalidProblem(
+                f"qkv_format is {qkv_format!r}, expected one of 'sbhd', 'bshd', 'thd'"
+            )
         parse_mask_type(attn_mask_type)
         self.num_attention_heads = num_attention_heads
         self.head_dim_qk, self.head_dim_v = _head_dims(kv_channels)
@@ -269,14 +277,16 @@ class DotProductAttention(torch.nn.Module):
         )
         policy = Policy(self.backend, self.check_inputs)
         if checkpoint_core_attention:
-            out, _, max_logit = cast(
-                "tuple[Tensor, Tensor, Tensor]",
-                checkpoint(run_forward, tensors, options, policy, use_reentrant=False),
+            settled = settle(tensors, options, policy)
+            # Nothing in it draws random numbers, and the generator's state cannot be read in a CUDA graph.
+            again = checkpoint(
+                run_forward, tensors, *settled, use_reentrant=False, preserve_rng_state=False
             )
+            out, _, max_logit = cast("tuple[Tensor, Tensor, Tensor | None]", again)
         else:
             out, _, max_logit = run_forward(tensors, options, policy)
         merged = out.flatten(-2)
-        return (merged, max_logit) if self.return_max_logit else merged
+        return (merged, cast("Tensor", max_logit)) if self.return_max_logit else merged
 
     def _check_sizes(
         self, query: Tensor | None, key: Tensor | None, value: Tensor | None, packing: Packing
@@ -345,7 +355,8 @@ class DotProductAttention(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # TransformerEngine's checkpoints carry fp8 state here, which attention in these dtypes does not have.
-        state_dict.pop(prefix + "_extra_state", None)
+        for key in [k for k in state_dict if k.startswith(prefix) and k.endswith("_extra_state")]:
+            del state_dict[key]
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
@@ -379,13 +390,14 @@ def alibi_slopes_of(heads: int, device: torch.device | str | None = None) -> Ten
     Source: Press et al., arXiv 2108.12409, section 3, and its reference implementation for other head counts.
     """
     power = 2 ** (heads.bit_length() - 1)
-    slopes = [2.0 ** (-8.0 * k / power) for k in range(1, power + 1)]
-    slopes += [2.0 ** (-4.0 * (2 * k - 1) / power) for k in range(1, heads - power + 1)]
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    # Computed on the device: a copy from the host would wait for it, and fail in a CUDA graph.
+    k = torch.arange(1, heads + 1, dtype=torch.float64, device=device)
+    exponents = torch.where(k <= power, -8.0 * k / power, -4.0 * (2.0 * (k - power) - 1.0) / power)
+    return torch.exp2(exponents).float()
 
 
 def _head_dims(kv_channels: int | tuple[int, int]) -> tuple[int, int]:
-    dims = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+    dims = kv_channels if isinstance(kv_channels, tuple | list) else (kv_channels, kv_channels)
     if len(dims) != 2 or any(type(dim) is not int or dim < 1 for dim in dims):
         raise InvalidProblem(
             f"kv_channels is {kv_channels!r}, expected a positive int or a pair of them"

@@ -10,6 +10,7 @@ torch.compile, dispatch modes and tensor subclasses the registered operators are
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = ["Plan", "attend", "attend_backward", "is_plain", "metadata", "plan_of
 Tensors = tuple[Tensor | None, ...]
 _NAMES = tuple(Inputs.__dataclass_fields__)
 _BIAS, _OFFSET = _NAMES.index("bias"), _NAMES.index("softmax_offset")
+_DIFFERENTIABLE = (0, 1, 2, _BIAS, _OFFSET)
 _CACHE_SIZE = 4096
 
 _TENSOR_ARGUMENTS = ", ".join(("Tensor q", *(f"Tensor? {name}" for name in _NAMES[1:])))
@@ -55,9 +57,19 @@ class Plan:
     selection: Selection
     forward: Backend
     backward: Backend
+    present: tuple[int, ...]
+
+    def spread(self, present: Sequence[Any]) -> tuple[Any, ...]:
+        """What belongs to the tensors that are there, at their places among all, None elsewhere."""
+        places: list[Any] = [None] * len(_NAMES)
+        for at, value in zip(self.present, present, strict=True):
+            places[at] = value
+        return tuple(places)
 
     def inputs(self, tensors: Tensors) -> Inputs:
         """The tensors as a backend sees them: q, k, v as views of what was given, last dims contiguous."""
+        if self.problem.spec.packing == "separate" and not self.selection.copies:
+            return Inputs(*tensors)  # type: ignore[arg-type]
         q, k, v = split_packed(self.problem.spec.packing, *tensors[:3])  # type: ignore[arg-type]
         if self.selection.copies:
             q, k, v = (
@@ -106,19 +118,18 @@ def _make_plan(
     selection = select(problem, q.device, backend)
     if selection.forward is None or selection.backward is None:
         raise InvalidProblem(f"backend is {backend!r}, expected one that was selected")
-    return Plan(spec, backend, bounds, problem, selection, selection.forward, selection.backward)
+    present = tuple(at for at, tensor in enumerate(tensors) if tensor is not None)
+    chosen = (selection.forward, selection.backward)
+    return Plan(spec, backend, bounds, problem, selection, *chosen, present)
 
 
 # ---------------------------------------------------------------- what the operators run
 
 
-def _run_forward(plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.no_grad():
-        found = plan.forward.forward(plan.problem, plan.inputs(tensors))
-    max_logit = found.max_logit
-    if max_logit is None:
-        max_logit = torch.empty(0, dtype=found.lse.dtype, device=found.lse.device)
-    return found.out, found.lse, max_logit
+def _run_forward(plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, lse and max_logit (None when not asked for). Called where grad mode is off."""
+    found = plan.forward.forward(plan.problem, plan.inputs(tensors))
+    return found.out, found.lse, found.max_logit
 
 
 def _run_backward(
@@ -128,7 +139,7 @@ def _run_backward(
     dout: Tensor,
     dlse: Tensor | None,
     mask: tuple[bool, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, ...]:
     packing = plan.problem.spec.packing
     if packing in ("3hd", "h3d"):
         wanted = Wanted(mask[0], mask[0], mask[0], *mask[3:])
@@ -138,25 +149,21 @@ def _run_backward(
         wanted = Wanted(*mask)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    with torch.no_grad():
-        grads = plan.backward.backward(
-            plan.problem, plan.inputs(tensors), forward, dout, dlse, wanted
-        )
+    grads = plan.backward.backward(plan.problem, plan.inputs(tensors), forward, dout, dlse, wanted)
     dq, dk, dv = grads.dq, grads.dk, grads.dv
     if packing in ("3hd", "h3d") and mask[0]:
         dq, dk, dv = pack_gradients(packing, (dq, dk, dv)), None, None  # type: ignore[arg-type]
     elif packing in ("2hd", "h2d") and mask[1]:
         dk, dv = pack_gradients(packing, (dk, dv)), None  # type: ignore[arg-type]
-    return tuple(
-        dout.new_empty(0) if grad is None else grad
-        for grad in (dq, dk, dv, grads.dbias, grads.dsoftmax_offset)
-    )  # type: ignore[return-value]
+    return dq, dk, dv, grads.dbias, grads.dsoftmax_offset
 
 
 def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, max_q, max_kv, spec, backend = arguments
     plan = plan_of(spec, backend, (max_q, max_kv), tuple(tensors))
-    return _run_forward(plan, tuple(tensors))
+    with torch.no_grad():
+        out, lse, max_logit = _run_forward(plan, tuple(tensors))
+    return out, lse, lse.new_empty(0) if max_logit is None else max_logit
 
 
 def _backward_impl(
@@ -169,9 +176,10 @@ def _backward_impl(
 ) -> tuple[Tensor, ...]:
     *tensors, max_q, max_kv, spec, backend = arguments
     plan = plan_of(spec, backend, (max_q, max_kv), tuple(tensors))
-    return _run_backward(
-        plan, tuple(tensors), Forward(out=out, lse=lse), dout, dlse, tuple(output_mask)
-    )
+    forward = Forward(out=out, lse=lse)
+    with torch.no_grad():
+        grads = _run_backward(plan, tuple(tensors), forward, dout, dlse, tuple(output_mask))
+    return tuple(dout.new_empty(0) if grad is None else grad for grad in grads)
 
 
 # ---------------------------------------------------------------- fakes
@@ -202,7 +210,7 @@ def _backward_fake(
     output_mask: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    sources = (*arguments[:3], arguments[_BIAS], arguments[_OFFSET])
+    sources = tuple(arguments[at] for at in _DIFFERENTIABLE)
     return tuple(
         dout.new_empty(source.shape, dtype=source.dtype)
         if want and source is not None
@@ -214,43 +222,47 @@ def _backward_fake(
 # ---------------------------------------------------------------- autograd
 
 
-class _Attention(torch.autograd.Function):
-    """The pair as one differentiable function. ``plan`` is None where the operators must be called."""
+class _PlannedAttention(torch.autograd.Function):
+    """The pair as a differentiable function, for plain calls with a plan.
+
+    Only the tensors that are there are arguments, and ctx stands in forward: with fifteen arguments and a
+    separate setup_context a call costs 30 us more in Python.
+    """
 
     @staticmethod
-    def forward(
-        plan: Plan | None, options: tuple, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if plan is not None:
-            return _run_forward(plan, tensors)
+    def forward(ctx: Any, plan: Plan, options: tuple, *present: Tensor) -> tuple:
+        found = _run_forward(plan, plan.spread(present))
+        _save(ctx, plan, options, present, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dmax: None) -> tuple:
+        plan: Plan = ctx.plan
+        out, lse, *present = ctx.saved_tensors
+        needs = plan.spread(ctx.needs_input_grad[2:])
+        grads = _differentiate(ctx, needs, plan.spread(present), (out, lse, dout, dlse))
+        return (None, None, *(grads[at] for at in plan.present))
+
+
+class _Attention(torch.autograd.Function):
+    """The pair as a differentiable function that calls the operators, for everything else."""
+
+    @staticmethod
+    def forward(options: tuple, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.gradtruth.attention_forward.default(*tensors, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        plan, options, *tensors = inputs
-        out, lse, max_logit = output
-        ctx.plan, ctx.options = plan, options
-        ctx.set_materialize_grads(False)
-        if Spec.decode(options[2]).lse_grad:
-            ctx.mark_non_differentiable(max_logit)
-        else:
-            ctx.mark_non_differentiable(lse, max_logit)
-        ctx.save_for_backward(out, lse, *tensors)
+        _save(ctx, None, inputs[0], inputs[1:], output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dmax: None) -> tuple:
         out, lse, *tensors = ctx.saved_tensors
-        needs = ctx.needs_input_grad[2:]
-        mask = (needs[0], needs[1], needs[2], needs[_BIAS], needs[_OFFSET])
-        if dout is None:
-            dout = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-        found = _AttentionBackward.apply if torch.is_grad_enabled() else _backward_once
-        grads = found(ctx.plan, ctx.options, mask, dout, dlse, out, lse, *tensors)
-        placed: list[Tensor | None] = [None] * len(_NAMES)
-        for at, grad, want in zip((0, 1, 2, _BIAS, _OFFSET), grads, mask, strict=True):
-            placed[at] = grad if want else None
-        return (None, None, *placed)
+        grads = _differentiate(
+            ctx, ctx.needs_input_grad[1:], tuple(tensors), (out, lse, dout, dlse)
+        )
+        return (None, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *_tangents: Any) -> None:
@@ -263,6 +275,40 @@ class _Attention(torch.autograd.Function):
         raise NotImplementedError(
             "gradtruth attention cannot be vmapped; fold the mapped dim into the batch (or into heads)"
         )
+
+
+def _save(ctx: Any, plan: Plan | None, options: tuple, tensors: Tensors, output: tuple) -> None:
+    out, lse, max_logit = output
+    ctx.plan, ctx.options = plan, options
+    ctx.set_materialize_grads(False)
+    fixed = [] if max_logit is None else [max_logit]
+    if not Spec.decode(options[2]).lse_grad:
+        fixed.append(lse)
+    ctx.mark_non_differentiable(*fixed)
+    ctx.save_for_backward(out, lse, *tensors)
+
+
+def _differentiate(
+    ctx: Any,
+    needs: tuple[bool | None, ...],
+    tensors: Tensors,
+    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+) -> list[Tensor | None]:
+    """Gradients of ``tensors``, None where not needed; given is (out, lse, dout, dlse)."""
+    out, lse, dout, dlse = given
+    mask = tuple(bool(needs[at]) for at in _DIFFERENTIABLE)
+    if dout is None:
+        dout = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+    plan = ctx.plan
+    if plan is not None:
+        # Saved-tensor hooks (offloading, say) may hand back other strides than were saved.
+        plan = plan_of(plan.spec, plan.backend, plan.bounds, tensors)
+    once = _AttentionBackward.apply if torch.is_grad_enabled() else _backward_once
+    grads = once(plan, ctx.options, mask, dout, dlse, out, lse, *tensors)
+    placed: list[Tensor | None] = [None] * len(_NAMES)
+    for at, grad, want in zip(_DIFFERENTIABLE, grads, mask, strict=True):
+        placed[at] = grad if want else None
+    return placed
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -299,7 +345,7 @@ def _backward_once(
     out: Tensor,
     lse: Tensor,
     *tensors: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     if plan is not None:
         return _run_backward(plan, tensors, Forward(out=out, lse=lse), dout, dlse, mask)
     with torch._C._AutoDispatchBelowAutograd():
@@ -310,7 +356,7 @@ def _backward_once(
 
 def _forward_autograd(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     count = len(_NAMES)
-    return _Attention.apply(None, arguments[count:], *arguments[:count])  # type: ignore[return-value]
+    return _Attention.apply(arguments[count:], *arguments[:count])  # type: ignore[return-value]
 
 
 def _backward_autograd(
@@ -347,8 +393,10 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return all(t is None or type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
 
 
-def attend(plan: Plan | None, options: tuple, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and max_logit (empty when not asked for), differentiable.
+def attend(
+    plan: Plan | None, options: tuple, tensors: Tensors
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, lse and max_logit (None or empty when not asked for), differentiable.
 
     Args:
         plan: from ``plan_of`` for plain calls, None to go through the operators.
@@ -357,13 +405,14 @@ def attend(plan: Plan | None, options: tuple, tensors: Tensors) -> tuple[Tensor,
     """
     if plan is not None:
         if torch.is_grad_enabled():
-            return _Attention.apply(plan, options, *tensors)  # type: ignore[return-value]
+            present = [tensor for tensor in tensors if tensor is not None]
+            return _PlannedAttention.apply(plan, options, *present)  # type: ignore[return-value]
         return _run_forward(plan, tensors)
     if (
         not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is not None
     ):
-        return _Attention.apply(None, options, *tensors)  # type: ignore[return-value]
+        return _Attention.apply(options, *tensors)  # type: ignore[return-value]
     return torch.ops.gradtruth.attention_forward.default(*tensors, *options)
 
 
@@ -375,8 +424,8 @@ def attend_backward(
     dout: Tensor,
     dlse: Tensor | None,
     mask: tuple[bool, ...],
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv, dbias, dsoftmax_offset (empty where not wanted), without autograd."""
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, dbias, dsoftmax_offset (None or empty where not wanted), without autograd."""
     if plan is not None:
         return _run_backward(plan, tensors, forward, dout, dlse, mask)
     return torch.ops.gradtruth.attention_backward.default(

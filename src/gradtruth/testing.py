@@ -25,7 +25,7 @@ from gradtruth.verify.suite import AXES, allowed, build
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["assert_verified", "problems", "recipes"]
+__all__ = ["assert_verified", "problems", "recipes", "repeat", "unpoisoned"]
 
 
 def assert_verified(
@@ -53,7 +53,10 @@ def assert_verified(
         sample = unpoisoned(recipe, device)
     found = examine(sample, chosen, truth_of(sample))
     if found:
-        lines = [f"{chosen.name} is wrong for {sample.problem.label()}:", *(f"  {line}" for line in found)]
+        lines = [
+            f"{chosen.name} is wrong for {sample.problem.label()}:",
+            *(f"  {line}" for line in found),
+        ]
         if isinstance(recipe, Recipe):
             lines.append(repeat(recipe, chosen.name))
         raise AssertionError("\n".join(lines))
@@ -88,7 +91,9 @@ def _backend(sample: Sample, backend: str | Backend) -> Backend:
     if not isinstance(backend, str):
         reasons = backend.supports(sample.problem, device).reasons
         if reasons:
-            raise UnsupportedProblem(f"{backend.name} refuses {sample.problem.label()}: {'; '.join(map(str, reasons))}")
+            raise UnsupportedProblem(
+                f"{backend.name} refuses {sample.problem.label()}: {'; '.join(map(str, reasons))}"
+            )
         return backend
     chosen = select(sample.problem, device, backend).forward
     return get(backend) if chosen is None else chosen
@@ -108,7 +113,9 @@ def recipes(**fixed: str) -> SearchStrategy[Recipe]:
 
     unknown = {axis: value for axis, value in fixed.items() if value not in AXES.get(axis, ())}
     if unknown:
-        raise InvalidProblem(f"fixed is {unknown}, expected axes of verify.suite.AXES and their values")
+        raise InvalidProblem(
+            f"fixed is {unknown}, expected axes of verify.suite.AXES and their values"
+        )
 
     @st.composite
     def recipe(draw: st.DrawFn) -> Recipe:

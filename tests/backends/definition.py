@@ -59,7 +59,9 @@ def draw(seed: int, **fixed: Any) -> Drawn:
         return fixed.get(name, chosen)
 
     layout = pick("layout", "bshd", "sbhd", "thd")
-    lengths = "cu_seqlens" if layout == "thd" else pick("lengths", "full", "cu_seqlens", "padding_mask")
+    lengths = (
+        "cu_seqlens" if layout == "thd" else pick("lengths", "full", "cu_seqlens", "padding_mask")
+    )
     sizes = _Sizes(
         B=pick("B", 1, 2, 3), S=pick("S", 1, 5, 9, 13), T=pick("T", 1, 4, 9, 17), H=pick("H", 2, 4, 6),
         G=pick("G", 1, 2), D=pick("D", 1, 4, 8), Dv=pick("Dv", 1, 3, 8),
@@ -129,7 +131,9 @@ def _draw_side(rng: random.Random, spec: Spec, B: int, longest: int) -> tuple[li
     if spec.lengths == "full":
         return [Place(n, 0, longest) for n in range(B)], longest
     if spec.lengths == "cu_seqlens":
-        return [Place(n, 0, rng.choice([0, longest, rng.randint(0, longest)])) for n in range(B)], longest
+        return [
+            Place(n, 0, rng.choice([0, longest, rng.randint(0, longest)])) for n in range(B)
+        ], longest
     found = []
     for n in range(B):
         length = rng.randint(0, longest)
@@ -169,8 +173,14 @@ def _attended(
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     found = {}
-    for name, at, heads, dim in (("q", 0, sizes.H, sizes.D), ("k", 1, sizes.G, sizes.D), ("v", 1, sizes.G, sizes.Dv)):
-        tensor = torch.randn(_shape(spec.layout, sizes.B, storage[at], heads, dim), generator=noise).double()
+    for name, at, heads, dim in (
+        ("q", 0, sizes.H, sizes.D),
+        ("k", 1, sizes.G, sizes.D),
+        ("v", 1, sizes.G, sizes.Dv),
+    ):
+        tensor = torch.randn(
+            _shape(spec.layout, sizes.B, storage[at], heads, dim), generator=noise
+        ).double()
         _poison(_canonical(tensor, spec.layout), sides[at])
         found[name] = tensor.to(dtype)
     return found
@@ -224,7 +234,9 @@ def _terms(
         found["attention_mask"] = torch.rand(shape(), generator=noise) < 0.3
     if spec.alibi:
         batched = rng.random() < 0.5
-        found["alibi_slopes"] = torch.rand((sizes.B, sizes.H) if batched else (sizes.H,), generator=noise)
+        found["alibi_slopes"] = torch.rand(
+            (sizes.B, sizes.H) if batched else (sizes.H,), generator=noise
+        )
     if spec.softmax == "learnable":
         found["softmax_offset"] = torch.randn(sizes.H, generator=noise)
     if spec.dropout_p:
@@ -280,9 +292,14 @@ def define(drawn: Drawn) -> dict[str, Tensor]:
                 if largest is None:
                     continue
                 top[h] = torch.maximum(top[h], largest)
-                objective = objective + value @ _canonical(drawn.dout, layout)[queries.row, place, h].double()
+                objective = (
+                    objective
+                    + value @ _canonical(drawn.dout, layout)[queries.row, place, h].double()
+                )
                 if drawn.dlse is not None:
-                    objective = objective + logsum * lse_row(problem, drawn.dlse, queries, i)[h].double()
+                    objective = (
+                        objective + logsum * lse_row(problem, drawn.dlse, queries, i)[h].double()
+                    )
     grads = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     if objective.requires_grad:
         found = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
@@ -322,7 +339,9 @@ def _row(
     p = (x - logsum).exp()
     if spec.dropout_p:
         index = torch.tensor(visible)
-        keep = keep_mask(spec.dropout_p, drawn.inputs.dropout_seed, *(torch.tensor(a) for a in (n, h, i)), index)
+        keep = keep_mask(
+            spec.dropout_p, drawn.inputs.dropout_seed, *(torch.tensor(a) for a in (n, h, i)), index
+        )
         p = p * keep / (1 - spec.dropout_p) if spec.dropout_p < 1 else p * 0
     return p @ v, logsum, x.detach().max()
 
@@ -367,7 +386,10 @@ def _visible(drawn: Drawn, n: int, h: int, queries: Place, keys: Place, i: int, 
     if spec.right is not None and j > centre + spec.right:
         return False
     where = (n, h, queries, i, keys, j)
-    if inputs.attention_mask is not None and inputs.attention_mask[_at(spec, inputs.attention_mask, *where)]:
+    if (
+        inputs.attention_mask is not None
+        and inputs.attention_mask[_at(spec, inputs.attention_mask, *where)]
+    ):
         return False
     hides = spec.bias == "post_scale"
     return not (hides and inputs.bias[_at(spec, inputs.bias, *where)] == -torch.inf)

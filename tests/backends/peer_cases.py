@@ -48,7 +48,10 @@ def draw(seed, **fixed):
     groups, share = fixed.pop("groups", 2), fixed.pop("gqa", 1)
     batch = fixed.pop("batch", rng.choice([1, 2, 3]))
     sizes = fixed.pop("sizes", (rng.randint(1, 40), rng.randint(1, 40)))
-    bias_dims, mask_dims = fixed.pop("bias_dims", (1, 1, 1, 1)), fixed.pop("mask_dims", (1, 1, 1, 1))
+    bias_dims, mask_dims = (
+        fixed.pop("bias_dims", (1, 1, 1, 1)),
+        fixed.pop("mask_dims", (1, 1, 1, 1)),
+    )
     heads = groups * share
     sides = [_side(rng, layout, lengths, batch, size) for size in sizes]
     places = [_places(side, layout, size) for side, size in zip(sides, sizes, strict=True)]
@@ -61,15 +64,23 @@ def draw(seed, **fixed):
         return _store(x.to(dtype), layout)
 
     spec = Spec(layout=layout, lengths=lengths, **fixed)
-    full = (batch, heads, *(max(side.length, default=0) if layout == "thd" else size
-                            for side, size in zip(sides, sizes, strict=True)))
+    full = (
+        batch,
+        heads,
+        *(
+            max(side.length, default=0) if layout == "thd" else size
+            for side, size in zip(sides, sizes, strict=True)
+        ),
+    )
     bias_shape = tuple(n if d else 1 for n, d in zip(full, bias_dims, strict=True))
     mask_shape = tuple(n if d else 1 for n, d in zip(full, mask_dims, strict=True))
     inputs = Inputs(
         q=tensor(0, heads, dim),
         k=tensor(1, groups, dim),
         v=tensor(1, groups, dim_v),
-        bias=None if spec.bias == "none" else _bias(bias_shape, dtype, gen, hide=spec.bias == "post_scale"),
+        bias=None
+        if spec.bias == "none"
+        else _bias(bias_shape, dtype, gen, hide=spec.bias == "post_scale"),
         attention_mask=torch.rand(mask_shape, generator=gen) < 0.4 if spec.arbitrary else None,
         alibi_slopes=torch.rand(heads, generator=gen) * 0.3 if spec.alibi else None,
         softmax_offset=torch.randn(heads, generator=gen) if spec.softmax == "learnable" else None,
@@ -79,7 +90,9 @@ def draw(seed, **fixed):
     dout = tensor(0, heads, dim_v)
     dlse = None
     if spec.lse_grad:
-        dlse = torch.randn(places[0][0], heads, places[0][1], generator=gen, dtype=problem.accumulate_dtype)
+        dlse = torch.randn(
+            places[0][0], heads, places[0][1], generator=gen, dtype=problem.accumulate_dtype
+        )
         dlse = dlse.squeeze(0).t() if layout == "thd" else dlse
     return PeerCase(problem, inputs, *sides, dout, dlse)
 
@@ -159,7 +172,10 @@ def answer(case, out=None):
     value["lse"].fill_(-torch.inf)
     value["dbias"] = torch.zeros_like(wide["bias"]) if "bias" in wide else None
     heads = case.problem.num_heads
-    value["dsoftmax_offset"], value["max_logit"] = torch.zeros(heads).double(), torch.full((heads,), -torch.inf).double()
+    value["dsoftmax_offset"], value["max_logit"] = (
+        torch.zeros(heads).double(),
+        torch.full((heads,), -torch.inf).double(),
+    )
     magnitude = {name: None if x is None else torch.zeros_like(x) for name, x in value.items()}
     for n in range(case.problem.batch):
         for h in range(heads):
@@ -229,7 +245,11 @@ def _one(case, which, tensors, wide, results):
     dp = dn @ vn.T
     ds, ds_size = p * (dp - delta[:, None]), p * (dn.abs() @ vn.abs().T + size[:, None])
     # How an error of the scores, eps |q| |k| scale, moves the weights.
-    shaky = 1 + (qn.abs() @ kn.abs().T * abs(scale)).amax(1, keepdim=True) if lk else torch.ones(lq, 1).double()
+    shaky = (
+        1 + (qn.abs() @ kn.abs().T * abs(scale)).amax(1, keepdim=True)
+        if lk
+        else torch.ones(lq, 1).double()
+    )
     value["lse"][b, h, rows] = lse
     magnitude["lse"][b, h, rows] = shaky[:, 0] + lse.nan_to_num(0.0, 0.0, 0.0).abs()
     for found, w, s, top in ((value, p, ds, None), (magnitude, p * shaky, ds_size * shaky, shaky)):
@@ -243,11 +263,15 @@ def _one(case, which, tensors, wide, results):
             shown = inner if spec.bias == "pre_scale" else s
             where = at(found["dbias"])
             found["dbias"].index_put_(
-                tuple(torch.as_tensor(y).expand(lq, lk) for y in where), shown.expand(lq, lk).clone(), accumulate=True
+                tuple(torch.as_tensor(y).expand(lq, lk) for y in where),
+                shown.expand(lq, lk).clone(),
+                accumulate=True,
             )
         if spec.sink:
             weight = torch.where(seen, torch.exp(logit - lse), 0.0)
-            found["dsoftmax_offset"][h] += -(weight * delta).sum() if top is None else (weight * size * shaky[:, 0]).sum()
+            found["dsoftmax_offset"][h] += (
+                -(weight * delta).sum() if top is None else (weight * size * shaky[:, 0]).sum()
+            )
     if visible.any():
         value["max_logit"][h] = torch.maximum(value["max_logit"][h], x[visible].max())
         magnitude["max_logit"][h] = torch.maximum(magnitude["max_logit"][h], shaky.max())

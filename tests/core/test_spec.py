@@ -313,3 +313,10 @@ def test_derived_properties():
     for lengths in ("cu_seqlens", "padding_mask", "extents"):
         assert Spec(lengths=lengths).ragged
     assert [Spec(softmax=s).sink for s in CHOICES["softmax"]] == [False, True, True]
+
+
+@pytest.mark.parametrize("found", [None, 3, "{}", [], [("right", 0)]])
+def test_from_fields_takes_a_dict(found):
+    with pytest.raises(InvalidProblem, match=r"spec is .*, expected a JSON object"):
+        Spec.from_fields(found)
+    assert Spec.from_fields({"right": 0}) == Spec(right=0)

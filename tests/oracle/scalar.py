@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -40,7 +41,14 @@ class Meaning:
     sink: Tensor | None = None  # [H] leaf, or zeros for off-by-one
     dropout_p: float = 0.0
     seed: int = 0
-    by_storage: bool = True  # bias and mask are indexed by storage place; within the sequence for thd
+    by_storage: bool = True  # how bias and mask are indexed; for thd by i and j
+
+    def picked(self, table: Tensor, n: int, h: int, i: int, j: int) -> Tensor:
+        """An element of a broadcast [1|B, 1|H, 1|S, 1|T] tensor."""
+        if self.by_storage:
+            i, j = i + self.sides_q[n].start, j + self.sides_kv[n].start
+        at = (n, h, i, j)
+        return table[tuple(0 if s == 1 else a for a, s in zip(at, table.shape, strict=True))]
 
 
 def philox_word(seed: int, n: int, h: int, i: int, j: int) -> int:
@@ -55,71 +63,73 @@ def philox_word(seed: int, n: int, h: int, i: int, j: int) -> int:
     return c[j & 3]
 
 
-def pick(tensor: Tensor, n: int, h: int, i: int, j: int) -> Tensor:
-    """An element of a broadcast [1|B, 1|H, 1|S, 1|T] tensor."""
-    at = (n, h, i, j)
-    return tensor[tuple(0 if size == 1 else a for a, size in zip(at, tensor.shape, strict=True))]
+def sees(m: Meaning, n: int, h: int, i: int, j: int) -> bool:
+    """Whether key j is visible to query i, counted from the first place of their sequence."""
+    side_q, side_kv = m.sides_q[n], m.sides_kv[n]
+    off = side_kv.length - side_q.length if m.bottom_right else 0
+    if i in side_q.hidden or j in side_kv.hidden:
+        return False
+    if m.left is not None and j < i + off - m.left:
+        return False
+    if m.right is not None and j > i + off + m.right:
+        return False
+    if m.mask is not None and bool(m.picked(m.mask, n, h, i, j)):
+        return False
+    return m.bias_kind != "post_scale" or m.picked(m.bias, n, h, i, j).item() != -math.inf
+
+
+def score(m: Meaning, n: int, h: int, i: int, j: int) -> Tensor:
+    """The final score of a visible pair."""
+    side_q, side_kv = m.sides_q[n], m.sides_kv[n]
+    g = h // (m.q.shape[2] // m.k.shape[2])
+    x = (m.q[side_q.row, side_q.start + i, h] * m.k[side_kv.row, side_kv.start + j, g]).sum()
+    if m.bias_kind == "pre_scale":
+        x = x + m.picked(m.bias, n, h, i, j)
+    x = x * m.scale
+    if m.softcap is not None:
+        x = m.softcap * torch.tanh(x / m.softcap)
+    if m.bias_kind == "post_scale":
+        x = x + m.picked(m.bias, n, h, i, j)
+    if m.slopes is not None:
+        off = side_kv.length - side_q.length if m.bottom_right else 0
+        slope = m.slopes[n, h] if m.slopes.dim() == 2 else m.slopes[h]
+        x = x - slope * abs(i + off - j)
+    return x
+
+
+def kept(m: Meaning, n: int, h: int, i: int, j: int) -> float:
+    """keep / (1 - p)."""
+    if m.dropout_p == 1.0:
+        return 0.0
+    keep = philox_word(m.seed, n, h, i, j) >= math.floor(m.dropout_p * 2**32)
+    return float(keep) / (1 - m.dropout_p)
 
 
 def attend(m: Meaning) -> tuple[Tensor, Tensor, Tensor]:
     """out [rows, places, H, Dv], lse [rows, H, places] and max_logit [H], differentiable."""
-    heads, groups = m.q.shape[2], m.k.shape[2]
+    heads = m.q.shape[2]
     out = torch.zeros(*m.q.shape[:3], m.v.shape[3], dtype=torch.float64)
     lse = torch.full((m.q.shape[0], heads, m.q.shape[1]), -math.inf, dtype=torch.float64)
-    top = [-math.inf] * heads
-    out_parts, lse_parts = [], []
+    top = torch.full((heads,), -math.inf, dtype=torch.float64)
     for n, (side_q, side_kv) in enumerate(zip(m.sides_q, m.sides_kv, strict=True)):
-        off = side_kv.length - side_q.length if m.bottom_right else 0
-        for h in range(heads):
-            g = h // (heads // groups)
-            for i in range(side_q.length):
-                if i in side_q.hidden:
-                    continue
-                scores, values, keeps = [], [], []
-                for j in range(side_kv.length):
-                    at_q = side_q.start + i if m.by_storage else i
-                    at_kv = side_kv.start + j if m.by_storage else j
-                    if j in side_kv.hidden:
-                        continue
-                    if m.left is not None and j < i + off - m.left:
-                        continue
-                    if m.right is not None and j > i + off + m.right:
-                        continue
-                    if m.mask is not None and bool(pick(m.mask, n, h, at_q, at_kv)):
-                        continue
-                    bias = None if m.bias is None else pick(m.bias, n, h, at_q, at_kv)
-                    if m.bias_kind == "post_scale" and bias.item() == -math.inf:
-                        continue
-                    q_i, k_j = m.q[side_q.row, side_q.start + i, h], m.k[side_kv.row, side_kv.start + j, g]
-                    x = (q_i * k_j).sum()
-                    if m.bias_kind == "pre_scale":
-                        x = x + bias
-                    x = x * m.scale
-                    if m.softcap is not None:
-                        x = m.softcap * torch.tanh(x / m.softcap)
-                    if m.bias_kind == "post_scale":
-                        x = x + bias
-                    if m.slopes is not None:
-                        slope = m.slopes[n, h] if m.slopes.dim() == 2 else m.slopes[h]
-                        x = x - slope * abs(i + off - j)
-                    scores.append(x)
-                    values.append(m.v[side_kv.row, side_kv.start + j, g])
-                    keep = philox_word(m.seed, n, h, i, j) >= math.floor(m.dropout_p * 2**32)
-                    keeps.append(float(keep) / (1 - m.dropout_p) if m.dropout_p < 1 else 0.0)
-                    top[h] = max(top[h], x.item())
-                place = (side_q.row, side_q.start + i, h)
-                if not scores:
-                    if m.sink is not None:
-                        lse[place[0], h, place[1]] = m.sink[h].detach()
-                    continue
-                weights = torch.exp(torch.stack(scores))
-                denominator = weights.sum()
+        g_of = [h // (heads // m.k.shape[2]) for h in range(heads)]
+        for h, i in itertools.product(range(heads), range(side_q.length)):
+            if i in side_q.hidden:
+                continue
+            keys = [j for j in range(side_kv.length) if sees(m, n, h, i, j)]
+            place = side_q.row, side_q.start + i
+            if not keys:
                 if m.sink is not None:
-                    denominator = denominator + torch.exp(m.sink[h])
-                share = weights / denominator * torch.tensor(keeps, dtype=torch.float64)
-                out_parts.append((place, (share.unsqueeze(1) * torch.stack(values)).sum(0)))
-                lse_parts.append(((place[0], h, place[1]), torch.log(denominator)))
-    for target, parts in ((out, out_parts), (lse, lse_parts)):
-        for place, value in parts:
-            target[place] = value
-    return out, lse, torch.tensor(top, dtype=torch.float64)
+                    lse[place[0], h, place[1]] = m.sink[h].detach()
+                continue
+            scores = torch.stack([score(m, n, h, i, j) for j in keys])
+            top[h] = max(top[h], scores.max().detach())
+            denominator = torch.exp(scores).sum()
+            if m.sink is not None:
+                denominator = denominator + torch.exp(m.sink[h])
+            keep = torch.tensor([kept(m, n, h, i, j) for j in keys], dtype=torch.float64)
+            values = torch.stack([m.v[side_kv.row, side_kv.start + j, g_of[h]] for j in keys])
+            weights = torch.exp(scores) / denominator * keep
+            out[place[0], place[1], h] = (weights.unsqueeze(1) * values).sum(0)
+            lse[place[0], h, place[1]] = torch.log(denominator)
+    return out, lse, top

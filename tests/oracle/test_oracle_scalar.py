@@ -4,20 +4,25 @@ import dataclasses
 
 import pytest
 import torch
+from tests.oracle.problems import generate
+from tests.oracle.scalar import attend
 
 from gradtruth.core.layout import canonical, canonical_lse
 from gradtruth.verify import oracle
-from tests.oracle.problems import generate
-from tests.oracle.scalar import attend
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(120))
 def test_equals_scalar_loops(seed):
     case = generate(seed)
     problem, layout = case.problem, case.problem.layout
-    leaves = {"q": case.meaning.q, "k": case.meaning.k, "v": case.meaning.v, "bias": case.meaning.bias}
+    leaves = {
+        "q": case.meaning.q,
+        "k": case.meaning.k,
+        "v": case.meaning.v,
+        "bias": case.meaning.bias,
+    }
     if problem.spec.softmax == "learnable":
         leaves["sink"] = case.meaning.sink
     leaves = {n: x.clone().requires_grad_() for n, x in leaves.items() if x is not None}
@@ -33,7 +38,10 @@ def test_equals_scalar_loops(seed):
     loss = (out * canonical(case.dout, layout).nan_to_num()).sum()
     if case.dlse is not None:
         finite = lse > -torch.inf
-        loss = loss + (torch.where(finite, lse, 0.0) * canonical_lse(case.dlse, layout).nan_to_num()).sum()
+        loss = (
+            loss
+            + (torch.where(finite, lse, 0.0) * canonical_lse(case.dlse, layout).nan_to_num()).sum()
+        )
     names = list(leaves)
     expected = dict.fromkeys(names)
     if loss.requires_grad:

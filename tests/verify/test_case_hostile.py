@@ -257,6 +257,17 @@ def test_lengths_that_say_nothing(cu, message):
         Case.from_bytes(_thd_case(cu).to_bytes())
 
 
+def test_lengths_that_are_expanded_to_a_tera():
+    view = {"size": [2**39], "stride": [0], "offset": 0}
+
+    def change(document):
+        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+            document["views"][name].update(view)
+
+    with pytest.raises(CaseFormatError, match="cu_seqlens_q is expanded"):
+        Case.from_bytes(_with_document(change, _thd_case()))
+
+
 def test_bools_other_than_0_and_1():
     q = torch.ones(1, 3, 1, 4)
     mask = torch.zeros(1, 3, dtype=torch.bool)

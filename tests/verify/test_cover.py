@@ -48,7 +48,10 @@ def test_the_rest_is_drawn_by_weight_and_keeps_the_rules():
 
 
 def test_a_pair_that_rules_exclude_together_is_reported_and_not_counted():
-    rules = (("a", "c", lambda a, c: a != "1" or c == "1"), ("b", "c", lambda b, c: b != "1" or c == "2"))
+    rules = (
+        ("a", "c", lambda a, c: a != "1" or c == "1"),
+        ("b", "c", lambda b, c: b != "1" or c == "2"),
+    )
     axes = {name: {"1": 1.0, "2": 1.0} for name in "abc"}
     found = cover(axes, rules, 0, 0)
     assert found.impossible == (("a=1", "b=1"),)

@@ -24,7 +24,9 @@ def _noise(*shape, seed=0):
 
 @pytest.fixture(scope="module")
 def case():
-    q, k, v, dout = (_noise(2, 40, heads, 16, seed=heads + at) for at, heads in enumerate((4, 2, 2, 4)))
+    q, k, v, dout = (
+        _noise(2, 40, heads, 16, seed=heads + at) for at, heads in enumerate((4, 2, 2, 4))
+    )
     q, k, v, dout = (x.bfloat16() for x in (q, k, v, dout))
     return Case.of(Spec(right=0), Inputs(q=q, k=k, v=v), dout)
 
@@ -59,7 +61,9 @@ class Double:
 
 
 def _rows(case, backend):
-    return [event for event in verify_case(case, [backend], name="planted") if isinstance(event, Row)]
+    return [
+        event for event in verify_case(case, [backend], name="planted") if isinstance(event, Row)
+    ]
 
 
 def _verdicts(rows):
@@ -87,7 +91,7 @@ def _scaled(name, at, factor):
 
 
 def _raises(error):
-    def change(*_):
+    def change(*_, **__):
         raise error
 
     return change
@@ -111,7 +115,10 @@ def test_a_right_backend_is_right(case):
 def test_one_scaled_head_is_found_and_named(case, name, head):
     rows = _rows(case, Double(backward=_scaled(name, (1, slice(None), head), 1.02)))
     wrong = [row for row in rows if row.verdict is Verdict.WRONG]
-    assert {(row.part, row.tensor) for row in wrong} == {(Part.BACKWARD, name), (Part.FOREIGN, name)}
+    assert {(row.part, row.tensor) for row in wrong} == {
+        (Part.BACKWARD, name),
+        (Part.FOREIGN, name),
+    }
     for row in wrong:
         assert (row.worst.sequence, row.worst.head) == (1, head)
         assert row.worst.norm_ratio == pytest.approx(1.02, abs=2e-3)
@@ -122,7 +129,9 @@ def test_one_scaled_head_is_found_and_named(case, name, head):
 
 
 def test_zero_gradients_are_wrong(case):
-    rows = _rows(case, Double(backward=lambda g, _: replace(g, dq=g.dq * 0, dk=g.dk * 0, dv=g.dv * 0)))
+    rows = _rows(
+        case, Double(backward=lambda g, _: replace(g, dq=g.dq * 0, dk=g.dk * 0, dv=g.dv * 0))
+    )
     assert _verdicts(rows) == {
         key: "right" if key[0] == "forward" else "WRONG" for key in _ALL_RIGHT
     }
@@ -149,7 +158,9 @@ def test_a_wrong_forward_is_told_from_a_wrong_backward(case):
     assert {v for (part, _), v in verdicts.items() if part == "backward-from-oracle"} == {"right"}
 
 
-@pytest.mark.parametrize("error", [RuntimeError("boom\nline 2"), UnsupportedProblem("later"), ZeroDivisionError()])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("boom\nline 2"), UnsupportedProblem("later"), ZeroDivisionError()]
+)
 def test_a_backend_that_raises_is_a_finding(case, error):
     rows = _rows(case, Double(forward=_raises(error)))
     first = rows[0]
@@ -225,7 +236,10 @@ def test_a_written_input_is_wrong_and_reaches_nobody_else(case):
 def test_a_gradient_of_the_wrong_form(case, change, message):
     rows = _rows(case, Double(backward=change))
     wrong = [row for row in rows if row.verdict is Verdict.WRONG]
-    assert [(row.part, row.tensor) for row in wrong] == [(Part.BACKWARD, "dk"), (Part.FOREIGN, "dk")]
+    assert [(row.part, row.tensor) for row in wrong] == [
+        (Part.BACKWARD, "dk"),
+        (Part.FOREIGN, "dk"),
+    ]
     assert re.search(message, wrong[0].detail[0])
 
 
@@ -237,7 +251,9 @@ def test_no_result_at_all_is_an_error(case):
 def test_the_oracle_runs_once_per_case(case, monkeypatch):
     calls = []
     evaluate = engine.oracle.evaluate
-    monkeypatch.setattr(engine.oracle, "evaluate", lambda *a, **k: calls.append(1) or evaluate(*a, **k))
+    monkeypatch.setattr(
+        engine.oracle, "evaluate", lambda *a, **k: calls.append(1) or evaluate(*a, **k)
+    )
     events = list(verify_case(case, [Double(), Double(), Double()], name="x"))
     assert calls == [1]
     steps = [event for event in events if isinstance(event, str)]
@@ -253,7 +269,9 @@ def test_an_oracle_that_fails_is_a_finding(case, monkeypatch):
 
 def test_a_yardstick_that_fails_allows_nothing(case, monkeypatch):
     monkeypatch.setattr(
-        engine, "get", lambda _: Double(forward=_raises(RuntimeError()), backward=_raises(RuntimeError()))
+        engine,
+        "get",
+        lambda _: Double(forward=_raises(RuntimeError()), backward=_raises(RuntimeError())),
     )
     assert _verdicts(_rows(case, Double())) == _ALL_RIGHT
     rows = _rows(case, Double(backward=_scaled("dq", (1, slice(None), 3), 1.05)))

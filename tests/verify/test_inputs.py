@@ -58,7 +58,10 @@ def test_a_recipe_survives_encoding_and_makes_the_same_bits_again(recipe):
 def test_sequences_lie_where_the_recipe_says(recipe):
     sample = make(recipe)
     where = resolve(sample.problem, sample.inputs)
-    hints = [n if n is not None else 1 << 30 for n in (recipe.problem.max_seqlen_q, recipe.problem.max_seqlen_kv)]
+    hints = [
+        n if n is not None else 1 << 30
+        for n in (recipe.problem.max_seqlen_q, recipe.problem.max_seqlen_kv)
+    ]
     for n, (start_q, length_q, start_kv, length_kv) in enumerate(recipe.resolved_places):
         found = [int(getattr(where, name)[n]) for name in ("length_q", "length_kv")]
         assert found == [min(length_q, hints[0]), min(length_kv, hints[1])]
@@ -123,8 +126,14 @@ def test_poison_of_a_forward_is_at_invalid_rows():
 
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_an_arrangement_keeps_values_and_changes_strides(name):
-    sample = make(replace(RECIPE, arrangement="expanded_heads" if name == "expanded_heads" else "contiguous"))
-    plain = make(replace(RECIPE, arrangement="contiguous")).inputs if name != "expanded_heads" else sample.inputs
+    sample = make(
+        replace(RECIPE, arrangement="expanded_heads" if name == "expanded_heads" else "contiguous")
+    )
+    plain = (
+        make(replace(RECIPE, arrangement="contiguous")).inputs
+        if name != "expanded_heads"
+        else sample.inputs
+    )
     found = arrange(plain, name)
     for (key, x), (_, y) in zip(plain.items(), found.items(), strict=True):
         assert torch.equal(x.nan_to_num(), y.nan_to_num())
@@ -183,7 +192,10 @@ def test_places_outside_the_storage_are_refused():
         make(replace(RECIPE, places=((2, 8, 0, 5), (0, 4, 3, 6))))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"problem":{}}', '{"problem":3}', "null", '{"problem":{"spec":{}},"x":1}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"problem":{}}', '{"problem":3}', "null", '{"problem":{"spec":{}},"x":1}'],
+)
 def test_a_damaged_recipe_is_refused(text):
     with pytest.raises(InvalidProblem):
         Recipe.decode(text)

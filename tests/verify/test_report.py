@@ -18,6 +18,7 @@ from gradtruth.verify.findings import (
     exit_code,
     row_of_json,
 )
+from gradtruth.verify.report.cells import summary
 from gradtruth.verify.report.console import print_verification
 from gradtruth.verify.report.html import html
 from gradtruth.verify.report.jsonl import write_json
@@ -99,17 +100,30 @@ def test_summary_takes_the_gravest_verdict():
     assert text.splitlines()[-1] == "1 right, 1 WRONG, 1 refuses, 0 not claimed, 0 error"
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_right_tensor_does_not_hide_a_wrong_one(order):
+    rows = [_row(tensor="dq"), _row(tensor="dk", verdict=Verdict.RIGHT)][::order]
+    assert summary(rows) == [("layer3", "reference", "-", "WRONG", "-")]
+
+
 class _Terminal(io.StringIO):
     def isatty(self):
         return True
 
 
-def test_terminal_shows_the_same_rows():
+@pytest.mark.parametrize("width", [100, 250])
+def test_terminal_shows_the_same_rows(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
     stream = _Terminal()
     print_verification(_RUN.rows, stream)
-    text = re.sub(r"\s", "", stream.getvalue())
-    assert "sdpa_flash" in text
-    assert "\x1b[31mtokens" not in stream.getvalue()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    first = next(line for line in lines if "reference" in line)
+    assert re.search(r"reference +backward +dq +WRONG", first), "a row is one line"
+    assert "\x1b[31m tokens" not in stream.getvalue()
+    assert ("no room for worst_norm_ratio" in text) == (width == 100)
+    assert ("worst_cosine" in lines[0]) == (width == 250)
 
 
 def test_json_document_round_trips(tmp_path):

@@ -40,7 +40,7 @@ def problem_of(options: Options, sizes: Sizes) -> Problem:
     """
     tensors = _tensors(options, sizes)
     spec = Spec.decode(spec_of(options, tensors))
-    q, k, v, *rest = inputs_of(spec, tensors)
+    q, k, v, *rest = inputs_of(options, tensors)
     if q is None:
         raise InvalidProblem("query is None")
     split = split_packed(spec.packing, q, k, v)

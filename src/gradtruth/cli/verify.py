@@ -43,7 +43,7 @@ def verify(
         Path | None,
         typer.Option("--report", metavar="FILE", help="Write a report to read: .html or .md."),
     ] = None,
-) -> int:
+) -> None:
     """Say for which of these cases which backend is right, forward and backward.
 
     Exit codes: 0 verified, 1 findings, 2 usage, 3 unsupported.
@@ -70,7 +70,7 @@ def verify(
         write_json(run, json_file)
     if report_file is not None:
         report_file.write_text(_REPORTS[report_file.suffix](run), encoding="utf-8")
-    return exit_code(rows, named=backend != "all")
+    raise typer.Exit(exit_code(rows, named=backend != "all"))
 
 
 def _names(files: list[Path]) -> dict[str, Path]:

@@ -24,8 +24,9 @@ def full_precision(problem: Problem, device: torch.device) -> Iterator[None]:
     allowed = ("ieee", "none", "tf32") if problem.spec.allow_tf32 else ("ieee", "none")
     matmul = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
     with ExitStack() as stack:
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
+        kind = device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
         standing = matmul.fp32_precision
         if standing not in allowed:
             stack.callback(setattr, matmul, "fp32_precision", standing)

@@ -365,10 +365,7 @@ def _decode(text: str) -> Problem:
         raise InvalidProblem(
             f"problem has fields {shown(sorted(found))}, expected spec and some of {sorted(_FIELDS)}"
         )
-    try:
-        found["spec"] = Spec.decode(json.dumps(found["spec"]))
-    except RecursionError as error:
-        raise InvalidProblem(f"spec is nested too deep: {shown(text)}") from error
+    found["spec"] = Spec.from_fields(found["spec"])
     for name in ("bias_shape", "mask_shape"):
         if isinstance(found.get(name), list):
             found[name] = tuple(found[name])

@@ -50,6 +50,8 @@ class Side:
 
     def cut(self, start: int, stop: int) -> Side:
         """The places [start, stop) of these."""
+        if start == 0 and stop == len(self):
+            return self
         part = slice(start, stop)
         places = self.places
         return replace(

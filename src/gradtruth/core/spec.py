@@ -145,6 +145,22 @@ class Spec:
             raise InvalidProblem(f"spec is {shown(text)}, expected a string with a JSON object")
         return _decode(text)
 
+    @staticmethod
+    def from_fields(found: object) -> Spec:
+        """The Spec of a decoded JSON object.
+
+        Raises:
+            InvalidProblem: not a dict of known fields with legal values.
+        """
+        if not isinstance(found, dict):
+            raise InvalidProblem(f"spec is {shown(found)}, expected a JSON object")
+        unknown = sorted(set(found) - set(_DEFAULTS))
+        if unknown:
+            raise InvalidProblem(
+                f"spec has unknown fields {shown(unknown)}, expected some of {sorted(_DEFAULTS)}"
+            )
+        return Spec(**found)
+
     def mask_label(self) -> str:
         """A short name of the mask: "causal", "window(128,0)", "padding causal br"."""
         parts = []
@@ -174,13 +190,7 @@ def _encode(spec: Spec) -> str:
 
 @lru_cache(maxsize=4096)
 def _decode(text: str) -> Spec:
-    found = json_object("spec", text)
-    unknown = sorted(set(found) - set(_DEFAULTS))
-    if unknown:
-        raise InvalidProblem(
-            f"spec has unknown fields {shown(unknown)}, expected some of {sorted(_DEFAULTS)}"
-        )
-    return Spec(**found)
+    return Spec.from_fields(json_object("spec", text))
 
 
 _DEFAULTS = {f.name: f.default for f in fields(Spec)}

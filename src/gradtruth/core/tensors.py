@@ -12,7 +12,9 @@ __all__ = ["Forward", "Grads", "Inputs", "Wanted"]
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All tensors that an attention reads, in the order of the operators' arguments. B sequences, S x T storage rows, H query and G KV heads.
+    """All tensors that an attention reads, in the order of the operators' arguments.
+
+    B sequences, S x T storage rows, H query and G KV heads.
 
     Attributes:
         q: [B, S, H, D], [S, B, H, D] or [tokens, H, D].

@@ -87,24 +87,21 @@ def _cut(extents: Extents, queries: Range | None, keys: Range | None) -> Extents
     shift = {}
     for side, given in (("q", queries), ("kv", keys)):
         length = getattr(extents, f"length_{side}")
-        first, last = (0, length) if given is None else (_bound(end, length) for end in given)
-        moved = _bound(first, length)
-        shift[side] = moved
-        cut[f"length_{side}"] = (_bound(last, length) - moved).clamp(min=0)
+        first, last = (_bound(end, length) for end in given or (0, length))
+        shift[side] = first
+        cut[f"length_{side}"] = (last - first).clamp(min=0)
         for name in ("start", "index", "origin"):
-            cut[f"{name}_{side}"] = getattr(extents, f"{name}_{side}") + moved
+            cut[f"{name}_{side}"] = getattr(extents, f"{name}_{side}") + first
     return replace(extents, **cut, diagonal=extents.diagonal + shift["q"] - shift["kv"])
 
 
 def _bound(end: int | Tensor, length: Tensor) -> Tensor:
     """An end of a range as int32 [B], inside the sequence."""
-    places = length.long()
-    if isinstance(end, Tensor):
-        at = end.to(places)
-    else:
-        # full_like, not as_tensor: a number from the host would be a copy to the device.
-        at = torch.full_like(places, max(0, min(end, _INT32_MAX)))
-    return torch.minimum(at, places).clamp(min=0).int()
+    if isinstance(end, int):
+        # Not a tensor: a number from the host would be a copy to the device.
+        return length.clamp(max=max(0, min(end, _INT32_MAX)))
+    places = length.long()  # the end may be any int64
+    return torch.minimum(end.to(places), places).clamp(min=0).int()
 
 
 def _take_sequences(

@@ -109,6 +109,7 @@ def _check_integers(spec: Spec, inputs: Inputs) -> None:
             raise InvalidProblem(
                 f"{name} is {tensor.dtype} {list(tensor.shape)}, expected int32 [B + 1]"
             )
+        _check_dense(name, tensor)
         if spec.lengths == "extents":
             continue  # what a tile was cut from
         if batch is None:
@@ -122,8 +123,15 @@ def _check_integers(spec: Spec, inputs: Inputs) -> None:
         raise InvalidProblem(
             f"extents is {extents.dtype} {list(extents.shape)}, expected int32 [11, B]"
         )
+    _check_dense("extents", extents)
     if batch is not None and extents.shape[1] != batch:
         raise InvalidProblem(f"extents has {extents.shape[1]} columns, expected {batch}")
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    """Not expanded: with as many entries as memory, its size is one that memory holds."""
+    if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidProblem(f"{name} is expanded to {list(tensor.shape)}, expected a value each")
 
 
 def _check_four(inputs: Inputs) -> None:

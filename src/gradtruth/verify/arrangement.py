@@ -95,7 +95,9 @@ def arrange(inputs: Inputs, name: str) -> Inputs:
     if name == "expanded_heads":
         return replace(inputs, k=_expanded_heads(inputs.k), v=_expanded_heads(inputs.v))
     if name not in _EACH:
-        raise InvalidProblem(f"arrangement is {name!r}, expected one of {', '.join(map(repr, ARRANGEMENTS))}")
+        raise InvalidProblem(
+            f"arrangement is {name!r}, expected one of {', '.join(map(repr, ARRANGEMENTS))}"
+        )
     given = {n: getattr(inputs, n) for n in ("q", "k", "v", "bias", "attention_mask")}
     moved = {n: _EACH[name](tensor) for n, tensor in given.items() if tensor is not None}
     return replace(inputs, **moved)

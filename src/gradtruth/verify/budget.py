@@ -17,6 +17,7 @@ from torch import Tensor
 from gradtruth.core.layout import canonical, canonical_lse
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Inputs
+from gradtruth.errors import InvalidProblem
 from gradtruth.verify.rounding import Magnitude, rounding_of
 from gradtruth.verify.scoring import Place, places
 
@@ -24,12 +25,14 @@ __all__ = ["Norms", "Row", "Share", "Summary", "compare", "eps_of", "summarise"]
 
 _FACTOR = 2.0  # of the yardstick's error
 _C_ELEMENT = 1.0  # of bound
-_C_LINE = 1.0  # of spread, as are the next four
-_C_RMS = 0.4
-_C_FEW = 0.8  # over the root of the number of rows, added to _C_RMS
-_C_APART = 1.0
-_C_ALIGNED = 0.8
+_C_LINE = 0.8  # of spread, as are the next five
+_C_NARROW = 1.2  # over the root of the number of elements in a row, added to _C_LINE
+_C_RMS = 0.35
+_C_FEW = 0.5  # over the root of the number of rows, added to _C_RMS
+_C_APART = 0.7
+_C_ALIGNED = 0.5
 _C_SCATTER = 3.0  # of the yardstick's projections row by row, in quadrature
+_C_COMMON = 0.5  # of eps: rows with equal values round alike
 _LIMIT = 4.0  # of eps * spread: for more than this no yardstick counts
 _WELL_ABOVE = 8.0  # cosine and norm ratio mean something over this many eps * spread
 
@@ -39,9 +42,10 @@ _MINUS_INF = ("lse", "max_logit")  # where -inf is a value like 0 in the others,
 
 
 def eps_of(problem: Problem, name: str) -> float:
-    """The eps in which the magnitudes of a tensor are counted."""
+    """The eps in which the magnitudes of a tensor are counted; twice that for fp64, as the oracle rounds too."""
     rounding = rounding_of(problem)
-    return rounding.unit * (rounding.ratio if name in _MINUS_INF else 1.0)
+    eps = rounding.unit * (rounding.ratio if name in _MINUS_INF else 1.0)
+    return 2.0 * eps if problem.dtype == "float64" else eps
 
 
 class Share(NamedTuple):
@@ -81,7 +85,7 @@ class Norms:
         """Over all parts together."""
         parts = tuple(parts)
         roots = {
-            name: math.sqrt(sum(getattr(part, name) ** 2 for part in parts))
+            name: math.hypot(*(getattr(part, name) for part in parts))
             for name in ("oracle", "got", "error", "floor", "allowed")
         }
         return Norms(dot=sum(part.dot for part in parts), **roots)
@@ -202,23 +206,34 @@ def summarise(rows: Iterable[Row]) -> Summary:
     """The summary of one tensor's rows, at least one.
 
     Raises:
-        ValueError: there is no row.
+        InvalidProblem: there is no row.
     """
     rows = tuple(rows)
+    if not rows:
+        raise InvalidProblem("rows is empty, expected at least one")
     worst = max(rows, key=lambda row: row.used)
     return Summary(worst.tensor, Norms.of(row.norms for row in rows), worst, rows)
 
 
 @dataclass(slots=True)
 class _Part:
-    """[heads, rows, dims] of a tensor in one sequence: measured, oracle, yardstick, bound, spread."""
+    """[heads, rows, dims] of a tensor in one sequence, clean: finite, and 0 where nothing contributes.
+
+    Attributes:
+        sequence: which.
+        error, drift: of what was measured and of the yardstick; Inf for NaN in ``error``.
+        oracle: its values.
+        bound, floor: eps * bound and eps * spread.
+        broken: per head, what no budget covers.
+    """
 
     sequence: int | None
-    got: Tensor
+    error: Tensor
+    drift: Tensor
     oracle: Tensor
-    yardstick: Tensor
     bound: Tensor
-    spread: Tensor
+    floor: Tensor
+    broken: list[str]
 
 
 def compare(
@@ -244,13 +259,13 @@ def compare(
         One row per (sequence, head) that has places, and one for the places outside every sequence.
 
     Raises:
-        ValueError: shapes differ.
+        InvalidProblem: shapes differ.
     """
     device = oracle.device
     tensors = [measured.detach(), oracle, yardstick.detach(), magnitude.bound, magnitude.spread]
     if any(t.shape != oracle.shape for t in tensors):
         shapes = ", ".join(str(list(t.shape)) for t in tensors)
-        raise ValueError(
+        raise InvalidProblem(
             f"shapes of {name} (measured, oracle, yardstick, bound, spread) are {shapes}, expected equal"
         )
     tensors = [t.to(device, torch.float64) for t in tensors]
@@ -259,7 +274,8 @@ def compare(
     exact = -math.inf if name in _MINUS_INF else 0.0
     rows = []
     for sequence, parts in _split(problem, name, tensors, where):
-        rows += _judge(name, _Part(sequence, *parts), eps, exact)
+        if parts[0].numel():
+            rows += _judge(name, _clean(sequence, parts, eps, exact), eps)
     return rows + _outside(problem, name, tensors[0], where, exact)
 
 
@@ -283,114 +299,129 @@ def _split(
         yield None, [t.view(-1, 1, 1) for t in tensors]
 
 
-def _judge(name: str, part: _Part, eps: float, exact: float) -> list[Row]:
-    """The rows of one sequence, one per head."""
-    if part.got.numel() == 0:
-        return []
-    nothing = part.bound == 0 if exact == 0.0 else part.oracle == exact
-    broken = _broken(part.got, nothing, exact)
-    oracle = part.oracle.masked_fill(nothing, 0.0)
-    error = torch.where(nothing & (part.got == exact), 0.0, part.got - part.oracle)
-    error = error.nan_to_num(math.inf, math.inf, math.inf)
-    # A yardstick that is no number allows nothing.
-    drift = torch.where(nothing, 0.0, part.yardstick - part.oracle).nan_to_num(0.0, 0.0, 0.0)
-    bound, floor = eps * part.bound, eps * part.spread
-    got = torch.where(nothing & (part.got == exact), 0.0, part.got).nan_to_num(math.inf)
-    rms = torch.minimum(_FACTOR * _norm(drift), _LIMIT * _norm(floor))
-    rms += (_C_RMS + _C_FEW / math.sqrt(error.shape[1])) * _norm(floor)
-    found = {
-        "element": _element(error, drift, bound),
-        "line": _line(error, drift, floor),
-        "projection": _projection(error, drift, oracle, floor),
-        "oracle": _norm(oracle),
-        "got": _norm(got),
-        "error": _norm(error),
-        "dot": (got * oracle).sum((1, 2)),
-        "floor": _norm(floor),
-        "allowed": rms,
-    }
-    columns = {key: x.tolist() for key, x in found.items()}
-    root = math.sqrt(error[0].numel())
-    rows = []
-    for h, reason in enumerate(broken):
-        at = {key: column[h] for key, column in columns.items()}
-        tests = {key: Share(*at.pop(key)) for key in ("element", "line", "projection")}
-        norms = Norms(**at)
-        rms_share = Share(norms.error / root, norms.allowed / root)
-        head = None if name == "dbias" and len(broken) == 1 else h
-        rows.append(
-            Row(
-                tensor=name,
-                sequence=part.sequence,
-                head=head,
-                rms=rms_share,
-                norms=norms,
-                broken=reason,
-                **tests,
-            )
-        )
-    return rows
+def _clean(sequence: int | None, parts: list[Tensor], eps: float, exact: float) -> _Part:
+    """Take what no budget covers out of the numbers."""
+    got, oracle, yardstick, bound, spread = (x.contiguous() for x in parts)
+    nothing = bound == 0 if exact == 0.0 else oracle == exact
+    error, drift = got - oracle, yardstick - oracle
+    broken = [""] * got.shape[0]
+    if bool(nothing.any()):
+        oracle = oracle.masked_fill(nothing, 0.0)
+        error = torch.where(nothing & (got == exact), 0.0, error)
+        drift = drift.masked_fill(nothing, 0.0)
+    if not bool(drift.isfinite().all()):
+        # A yardstick that is no number allows nothing.
+        drift = drift.nan_to_num(0.0, 0.0, 0.0)
+    lost, stray = ~error.isfinite(), nothing & (got != exact)
+    if bool((lost | stray).any()):
+        broken = _reasons(lost & ~stray, stray, exact)
+        error = error.nan_to_num(math.inf, math.inf, math.inf)
+    return _Part(sequence, error, drift, oracle, eps * bound, eps * spread, broken)
 
 
-def _norm(x: Tensor) -> Tensor:
-    return x.flatten(1).norm(dim=1)
-
-
-def _broken(got: Tensor, nothing: Tensor, exact: float) -> list[str]:
-    """Per head, what no budget covers."""
-    stray = (nothing & (got != exact)).flatten(1).sum(1).tolist()
-    lost = (~nothing & ~got.isfinite()).flatten(1).sum(1).tolist()
+def _reasons(lost: Tensor, stray: Tensor, exact: float) -> list[str]:
+    """Per head, in words."""
     reasons = []
-    for strays, losses in zip(stray, lost, strict=True):
-        found = []
-        if losses:
-            found.append(f"{losses} NaN or Inf")
-        if strays:
-            found.append(f"{strays} not {exact:g} where nothing contributes")
+    for losses, strays in zip(*(x.sum((1, 2)).tolist() for x in (lost, stray)), strict=True):
+        found = [f"{losses} NaN or Inf"] if losses else []
+        found += [f"{strays} not {exact:g} where nothing contributes"] if strays else []
         reasons.append(", ".join(found))
     return reasons
 
 
-def _element(error: Tensor, drift: Tensor, bound: Tensor) -> Tensor:
+def _judge(name: str, part: _Part, eps: float) -> list[Row]:
+    """The rows of one sequence, one per head."""
+    error, drift, oracle, floor = part.error, part.drift, part.oracle, part.floor
+    products = {
+        "ee": (error, error),
+        "yy": (drift, drift),
+        "ff": (floor, floor),
+        "oo": (oracle, oracle),
+        "eo": (error, oracle),
+        "yo": (drift, oracle),
+    }
+    by_line = {key: (x * y).sum(2) for key, (x, y) in products.items()}
+    by_line["apart"] = (floor * oracle).square_().sum(2)
+    whole = {key: x.sum(1) for key, x in by_line.items()}
+    rms = torch.minimum(_FACTOR * whole["yy"].sqrt(), _LIMIT * whole["ff"].sqrt())
+    rms += (_C_RMS + _C_FEW / math.sqrt(error.shape[1])) * whole["ff"].sqrt()
+    # The result is the oracle plus the error.
+    power = whole["oo"] + 2 * whole["eo"] + whole["ee"]
+    columns = {
+        "element": _element(part),
+        "line": _line(by_line, error.shape[2]),
+        "projection": _projection(by_line, whole, 1 if name == "lse" else None, eps),
+        "oracle": whole["oo"].sqrt(),
+        "got": power.clamp(min=0).sqrt().nan_to_num(math.inf, math.inf),
+        "error": whole["ee"].sqrt(),
+        "dot": whole["oo"] + whole["eo"],
+        "floor": whole["ff"].sqrt(),
+        "allowed": rms,
+    }
+    columns = {key: x.tolist() for key, x in columns.items()}
+    root = math.sqrt(error[0].numel())
+    rows = []
+    for h, reason in enumerate(part.broken):
+        at = {key: column[h] for key, column in columns.items()}
+        tests = {key: Share(*at.pop(key)) for key in ("element", "line", "projection")}
+        tests["rms"] = Share(at["error"] / root, at["allowed"] / root)
+        head = None if name == "dbias" and len(part.broken) == 1 else h
+        norms, sequence = Norms(**at), part.sequence
+        row = Row(tensor=name, sequence=sequence, head=head, norms=norms, broken=reason, **tests)
+        rows.append(row)
+    return rows
+
+
+def _element(part: _Part) -> Tensor:
     """[heads, 2]: error and allowance of the element with the largest share."""
-    size = bound.flatten(1)
-    most = torch.minimum(_FACTOR * drift.abs().flatten(1).amax(1), _LIMIT * size.amax(1))
+    measured, size = part.error.abs().flatten(1), part.bound.flatten(1)
+    usual = part.drift.abs().flatten(1).amax(1)
+    most = torch.minimum(_FACTOR * usual, _LIMIT * size.amax(1))
     allowed = most.unsqueeze(1) + _C_ELEMENT * size
-    measured = error.abs().flatten(1)
-    share = torch.where(measured > 0, measured / allowed, 0.0)
-    worst = share.argmax(1, keepdim=True)
+    worst = (measured / allowed).nan_to_num_(0.0).argmax(1, keepdim=True)
     return torch.cat((measured.gather(1, worst), allowed.gather(1, worst)), 1)
 
 
-def _line(error: Tensor, drift: Tensor, floor: Tensor) -> Tensor:
+def _line(by_line: dict[str, Tensor], dims: int) -> Tensor:
     """[heads, 2]: the largest error norm of a row over its own floor, and its allowance."""
-    size = floor.norm(dim=2)
+    size = by_line["ff"]
     measured, usual = (
-        torch.where(size > 0, x.norm(dim=2) / size, 0.0).amax(1) for x in (error, drift)
+        torch.where(size > 0, by_line[key] / size, 0.0).amax(1).sqrt() for key in ("ee", "yy")
     )
-    return torch.stack((measured, (_FACTOR * usual).clamp(max=_LIMIT) + _C_LINE), 1)
+    allowed = (_FACTOR * usual).clamp(max=_LIMIT) + _C_LINE + _C_NARROW / math.sqrt(dims)
+    return torch.stack((measured, allowed), 1)
 
 
-def _projection(error: Tensor, drift: Tensor, oracle: Tensor, floor: Tensor) -> Tensor:
+def _projection(
+    by_line: dict[str, Tensor], whole: dict[str, Tensor], independent: int | None, eps: float
+) -> Tensor:
     """[heads, 2]: |<error, oracle>| / <oracle, oracle> and its allowance.
 
     Rounding errors of different rows are independent, so their projections add up in quadrature and the sum
     is small beside a common factor. Allowed are: the yardstick's own projection; its scatter from row to row;
-    the scatter that the spread predicts for errors that are independent within a row too; and, in case few
-    rows carry all the weight, errors that point along the oracle in a whole row.
+    the scatter that the spread predicts for errors that are independent within a row too; in case few rows
+    carry all the weight, errors that point along the oracle in a whole row; and, as equal rows have equal
+    errors, half an eps.
+
+    Args:
+        by_line: [heads, rows] of products.
+        whole: the same summed over rows.
+        independent: how many rows have errors of their own; None is as many as carry weight.
+        eps: of the tensor.
     """
-    power = oracle.square().sum((1, 2))
-    measured = (error * oracle).sum((1, 2)).abs()
-    usual = (drift * oracle).sum(2)
-    apart = _norm(floor * oracle)
-    aligned = (floor.norm(dim=2) * oracle.norm(dim=2)).square()
-    # The root of (sum of squares) / (effective number of rows).
-    few = (aligned.square().sum(1) / aligned.sum(1)).nan_to_num(0.0).sqrt()
-    counted = _FACTOR * usual.sum(1).abs() + _C_SCATTER * usual.norm(dim=1)
-    counted = torch.minimum(counted, _LIMIT * aligned.sum(1).sqrt())
-    allowed = counted + _C_APART * apart + _C_ALIGNED * few
-    pair = torch.stack((measured, allowed), 1) / power.unsqueeze(1)
-    return torch.where(power.unsqueeze(1) > 0, pair, 0.0).nan_to_num(math.inf, math.inf)
+    aligned = by_line["ff"] * by_line["oo"]
+    total = aligned.sum(1)
+    # The quadratic mean, over the root of the effective number of rows.
+    few = total if independent == 1 else (aligned.square().sum(1) / total).nan_to_num(0.0)
+    counted = _FACTOR * whole["yo"].abs() + _C_SCATTER * by_line["yo"].norm(dim=1)
+    counted = torch.minimum(counted, _LIMIT * total.sqrt())
+    power = whole["oo"]
+    allowed = counted + _C_APART * whole["apart"].sqrt() + _C_ALIGNED * few.sqrt()
+    pair = torch.stack((whole["eo"].abs(), allowed + _C_COMMON * eps * power), 1)
+    pair = (pair / power.unsqueeze(1)).nan_to_num(math.inf, math.inf)
+    # An oracle that is nothing but rounding has no direction.
+    pair[power <= whole["ff"]] = torch.tensor([0.0, math.inf], dtype=pair.dtype, device=pair.device)
+    return pair
 
 
 def _outside(

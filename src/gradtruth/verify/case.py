@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtruth.arguments import Options, TensorArguments
-from gradtruth.contents import check_contents
+from gradtruth.arguments import Options, TensorArguments, check_contents
 from gradtruth.core.problem import Problem
 from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Inputs

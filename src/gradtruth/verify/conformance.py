@@ -72,9 +72,7 @@ def named(forward: Forward, grads: Grads) -> dict[str, Tensor]:
     return found if forward.max_logit is None else found | {"max_logit": forward.max_logit}
 
 
-def judge(
-    sample: Sample, truth: Truth, name: str, measured: Tensor, claims: Claims
-) -> list[Row]:
+def judge(sample: Sample, truth: Truth, name: str, measured: Tensor, claims: Claims) -> list[Row]:
     """One tensor against its budget, per (sequence, head).
 
     Rows about places outside every sequence count only where the backend claims exact zeros.
@@ -131,7 +129,9 @@ def examine(sample: Sample, backend: Backend, truth: Truth) -> list[str]:
         for name, tensor in _given(sample)
         if not _same_bits(tensor, before[name])
     ]
-    storages = {tensor.untyped_storage().data_ptr() for _, tensor in _given(sample) if tensor.numel()}
+    storages = {
+        tensor.untyped_storage().data_ptr() for _, tensor in _given(sample) if tensor.numel()
+    }
     found += [
         f"{name} shares memory with an input"
         for name, tensor in results.items()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,20 +46,26 @@ def verify_case(case: Case, backends: Sequence[Backend], *, name: str) -> Iterat
     Yields:
         A text when a step begins, a row when a verdict is known.
     """
-    about = {"case": name, "case_id": case.id, "problem": case.problem.label()}
+    blank = Row(
+        case=name,
+        case_id=case.id,
+        problem=case.problem.label(),
+        backend="oracle",
+        part=Part.SUPPORT,
+        verdict=Verdict.ERROR,
+    )
     try:
         yield f"{name}: oracle"
         truth = _Truth.of(case)
         yield f"{name}: yardstick"
         yardsticks = _yardsticks(case, truth)
     except Exception as error:  # noqa: BLE001 - one case must not hide the others
-        text = f"{type(error).__name__}: {error}"
-        yield Row(
-            **about, backend="oracle", part=Part.SUPPORT, verdict=Verdict.ERROR, detail=(text,)
-        )
+        yield replace(blank, detail=(_words(error),))
         return
     for backend in backends:
-        yield from _Examination(case, about, backend, truth, yardsticks).run()
+        yield from _Examination(
+            case, replace(blank, backend=backend.name), backend, truth, yardsticks
+        ).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ class _Examination:
     """One case, one backend."""
 
     case: Case
-    about: Mapping[str, str]
+    blank: Row
     backend: Backend
     truth: _Truth
     yardsticks: Mapping[Part, Mapping[str, Tensor]]
@@ -153,7 +158,7 @@ class _Examination:
             )
 
     def _step(self, part: Part) -> str:
-        return f"{self.about['case']}: {self.backend.name} {part.value}"
+        return f"{self.blank.case}: {self.backend.name} {part.value}"
 
     def _claims(self) -> Claims | Row:
         """The claims of a backend that supports the problem, or why there are none."""
@@ -164,27 +169,25 @@ class _Examination:
                 return self._row(Part.SUPPORT, Verdict.REFUSES, *map(str, support.reasons))
             return self.backend.claims(problem, device)
         except Exception as error:  # noqa: BLE001 - that it raises is a finding, whatever it raises
-            return self._row(Part.SUPPORT, Verdict.ERROR, f"{type(error).__name__}: {error}")
+            return self._row(Part.SUPPORT, Verdict.ERROR, _words(error))
 
     def _row(self, part: Part, verdict: Verdict, *detail: str) -> Row:
-        return Row(
-            **self.about, backend=self.backend.name, part=part, verdict=verdict, detail=detail
-        )
+        return replace(self.blank, part=part, verdict=verdict, detail=detail)
 
     def _judge(self, part: Part, trial: Trial) -> Iterator[Row]:
         """The rows of one run."""
-        about: dict[str, Any] = dict(self.about)
-        about |= {"backend": self.backend.name, "part": part, "seconds": trial.seconds}
+        blank = replace(self.blank, part=part, seconds=trial.seconds)
         if trial.error is not None:
-            yield Row(**about, verdict=Verdict.ERROR, detail=(trial.error,))
+            yield replace(blank, verdict=Verdict.ERROR, detail=(trial.error,))
             return
         for name, text in trial.wrong.items():
-            yield Row(**about, tensor=name, verdict=Verdict.WRONG, detail=(text,))
+            yield replace(blank, tensor=name, verdict=Verdict.WRONG, detail=(text,))
         for name, tensor in trial.tensors.items():
-            yield Row(**about, tensor=name, **self._compare(part, name, tensor))
+            yield self._compared(replace(blank, tensor=name), tensor)
 
-    def _compare(self, part: Part, name: str, tensor: Tensor) -> dict[str, Any]:
-        """The verdict on one tensor, and what it stands on."""
+    def _compared(self, blank: Row, tensor: Tensor) -> Row:
+        """The row of one tensor."""
+        part, name = blank.part, blank.tensor or ""
         rows = budget.compare(
             self.case.problem,
             self.case.inputs,
@@ -195,19 +198,24 @@ class _Examination:
             self.yardsticks[part][name],
         )
         if not rows:
-            return {"verdict": Verdict.RIGHT, "detail": ("it has no elements",)}
+            return replace(blank, verdict=Verdict.RIGHT, detail=("it has no elements",))
         found = budget.summarise(rows)
         wrong = [row for row in rows if not row.passed]
         detail = (found.worst.finding,) if wrong else ()
         if len(wrong) > 1:
             detail += (f"{len(wrong)} of {len(rows)} (sequence, head) are wrong",)
-        return {
-            "verdict": Verdict.WRONG if wrong else Verdict.RIGHT,
-            "whole": _measured(found.norms, found.worst.used),
-            "worst": _measured_part(found.worst),
-            "heads": tuple(map(_measured_part, rows)),
-            "detail": detail,
-        }
+        return replace(
+            blank,
+            verdict=Verdict.WRONG if wrong else Verdict.RIGHT,
+            whole=_measured(found.norms, found.worst.used),
+            worst=_measured_part(found.worst),
+            heads=tuple(map(_measured_part, rows)),
+            detail=detail,
+        )
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _measured_part(row: budget.Row) -> Measured:

@@ -25,7 +25,16 @@ Shape = tuple[int, int, int, int]
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _STREAM = 1000003
-_ROLES = {"q": 1, "k": 2, "v": 3, "dout": 4, "bias": 5, "attention_mask": 6, "softmax_offset": 7, "dlse": 8}
+_ROLES = {
+    "q": 1,
+    "k": 2,
+    "v": 3,
+    "dout": 4,
+    "bias": 5,
+    "attention_mask": 6,
+    "softmax_offset": 7,
+    "dlse": 8,
+}
 _OUTLIERS = (20.0, -15.0, 8.0)
 
 
@@ -156,7 +165,9 @@ def values(
         InvalidProblem: an unknown family or role.
     """
     if family not in FAMILIES:
-        raise InvalidProblem(f"family is {family!r}, expected one of {', '.join(map(repr, FAMILIES))}")
+        raise InvalidProblem(
+            f"family is {family!r}, expected one of {', '.join(map(repr, FAMILIES))}"
+        )
     if role not in _ROLES:
         raise InvalidProblem(f"role is {role!r}, expected one of {', '.join(map(repr, _ROLES))}")
     return FAMILIES[family](role, shape, seed, device)

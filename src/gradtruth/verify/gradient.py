@@ -12,12 +12,14 @@ from torch import Tensor
 
 from gradtruth.verify.rounding import (
     Magnitude,
+    Rounding,
     RowErrors,
     WeightGradient,
     Weights,
     group_matmul,
     group_sum,
     rounding_of,
+    summing,
 )
 from gradtruth.verify.scoring import Scores, Sequence
 
@@ -30,12 +32,24 @@ class Sum:
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         made = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3))
         self.value, self.bound, self.square = made
+        self.count: Tensor | None = None
 
     def add(self, at: tuple, value: Tensor, bound: Tensor, square: Tensor) -> None:
         """Add to the elements ``at``."""
         self.value[at] += value
         self.bound[at] += bound
         self.square[at] += square
+
+    def add_count(self, at: tuple, count: Tensor) -> None:
+        """Add to the number of terms of the elements ``at``."""
+        if self.count is None:
+            self.count = torch.zeros_like(self.value)
+        self.count[at] += count
+
+    def add_summing(self, rounding: Rounding) -> None:
+        """Count the rounding of the partial sums of as many terms as were counted."""
+        if self.count is not None:
+            self.square += summing(self.value, self.count, rounding)
 
     def add_rounding(self, share: float, least: float) -> None:
         """Count the rounding of the result itself: ``share`` eps, ``least`` for an underflow."""
@@ -88,6 +102,10 @@ class SequenceGradients:
         delta_errors = WeightGradient.delta_errors(dout, block.out, dlse, block.rows, rounding)
         gradient = WeightGradient(weights, block.rows, dp, dp_bound, delta, *delta_errors)
         dx = weights.p * (dp - delta.unsqueeze(-1))
+        each = block.scores.visible.sum(1).expand(dout.shape[0], -1)
+        each = each.unflatten(0, (v.shape[0], -1)).sum(1).unsqueeze(-1)
+        self.dk.add_count((), each)
+        self.dv.add_count((), each)
         slope = block.scores.slope
         ds = dx if slope is None else dx * slope
         part = _Part(gradient, ds, slope, *gradient.errors(ds, slope, rounding))
@@ -109,6 +127,7 @@ class SequenceGradients:
         at = self.sequence.row, self.sequence.place.keys
         for name, total in (("dk", self.dk), ("dv", self.dv)):
             if name in self.sums:
+                total.add_summing(self.rounding)
                 parts = (x.transpose(0, 1) for x in (total.value, total.bound, total.square))
                 self.sums[name].add(at, *parts)
 
@@ -120,6 +139,7 @@ class SequenceGradients:
         bound = abs(scale) * group_matmul(part.bound, k.abs())
         pull = group_matmul(part.pull, k).square() * part.gradient.delta_square.unsqueeze(-1)
         square = scale**2 * (group_matmul(part.square, k.square()) + pull)
+        square += summing(dq, block.weights.count.unsqueeze(-1), self.rounding)
         square += dq.square() * (self.rounding.ratio**2 * rows.lse_square).unsqueeze(-1)
         first = self.sequence.place.start_q + block.first
         at = self.sequence.row, slice(first, first + dq.shape[1])
@@ -172,6 +192,8 @@ class SequenceGradients:
         at = n, slice(None), *self.sequence.part_slices(bias, block.first, part.ds.shape[1])
         parts = (scale * part.ds, abs(scale) * part.bound, scale**2 * square)
         total.add(at, *(x.sum(dims, keepdim=True) if dims else x for x in parts))
+        visible = block.scores.visible.expand(part.ds.shape)
+        total.add_count(at, visible.sum(dims, keepdim=True) if dims else visible)
 
     def _add_dsink(self, block: Block, gradient: WeightGradient) -> None:
         rho, delta, rows = self.rounding.ratio, gradient.delta, block.rows
@@ -181,6 +203,7 @@ class SequenceGradients:
         bound = gradient.delta_bound + rho * delta.abs() * (rows.lse_bound + chain)
         square = gradient.delta_square
         square = square + rho**2 * delta.square() * (rows.lse_square + chain.square())
+        self.sums["dsoftmax_offset"].add_count((), seen.expand(delta.shape).sum(-1))
         self.sums["dsoftmax_offset"].add(
             (),
             -(weight * delta).sum(-1),

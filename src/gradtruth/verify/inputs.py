@@ -82,7 +82,9 @@ def _check_places(problem: Problem, places: tuple[Place, ...]) -> None:
         inside = 0 <= place[0] <= place[0] + place[1] <= problem.seqlen_q
         if not (inside and 0 <= place[2] <= place[2] + place[3] <= problem.seqlen_kv):
             sizes = f"{problem.seqlen_q} x {problem.seqlen_kv}"
-            raise InvalidProblem(f"places has {place}, expected (start, length) twice inside {sizes}")
+            raise InvalidProblem(
+                f"places has {place}, expected (start, length) twice inside {sizes}"
+            )
 
 
 def _attended(recipe: Recipe, places: tuple[Place, ...], device: Device) -> dict[str, Tensor]:
@@ -101,7 +103,9 @@ def _dout(recipe: Recipe, places: tuple[Place, ...], device: Device) -> Tensor:
         like = _stored_rows(recipe, places, "dout", recipe.problem.head_dim_v, device)
         return torch.full_like(like, 0.375)
     one_head = recipe.dout == "expanded_heads"
-    return _stored_rows(recipe, places, "dout", recipe.problem.head_dim_v, device, one_head=one_head)
+    return _stored_rows(
+        recipe, places, "dout", recipe.problem.head_dim_v, device, one_head=one_head
+    )
 
 
 def _stored_rows(
@@ -142,9 +146,13 @@ def _dlse(recipe: Recipe, places: tuple[Place, ...], device: Device) -> Tensor:
     problem = recipe.problem
     thd = problem.layout == "thd"
     longest = max((place[1] for place in places), default=0)
-    logical = values("gaussian", "dlse", (problem.batch, problem.num_heads, longest, 1), recipe.seed, device)
+    logical = values(
+        "gaussian", "dlse", (problem.batch, problem.num_heads, longest, 1), recipe.seed, device
+    )
     full = torch.ones(
-        (1 if thd else problem.batch, problem.num_heads, problem.seqlen_q), dtype=torch.float64, device=device
+        (1 if thd else problem.batch, problem.num_heads, problem.seqlen_q),
+        dtype=torch.float64,
+        device=device,
     )
     for n, (start, length, _, _) in enumerate(places):
         full[0 if thd else n, :, start : start + length] = logical[n, :, :length, 0]
@@ -206,7 +214,9 @@ def _score_terms(recipe: Recipe, places: tuple[Place, ...], device: Device) -> d
             slopes = slopes * (1.0 + 0.5 * torch.arange(problem.batch, device=device).unsqueeze(1))
         found["alibi_slopes"] = slopes
     if spec.softmax == "learnable":
-        found["softmax_offset"] = values("gaussian", "softmax_offset", (H, 1, 1, 1), seed, device).view(H).float()
+        found["softmax_offset"] = (
+            values("gaussian", "softmax_offset", (H, 1, 1, 1), seed, device).view(H).float()
+        )
     if spec.dropout_p > 0:
         found["dropout_seed"] = torch.tensor((seed + 1) * 0x1E3779B97F4A7C15 % 2**63, device=device)
     return found

@@ -17,7 +17,7 @@ from gradtruth.core.layout import canonical, canonical_lse, stored
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Grads, Inputs, Wanted
 from gradtruth.verify.gradient import Block, SequenceGradients, Sum
-from gradtruth.verify.rounding import Magnitude, RowErrors, Weights, group_matmul, rounding_of
+from gradtruth.verify.rounding import Magnitude, RowErrors, group_matmul, rounding_of
 from gradtruth.verify.scoring import Sequence, places
 
 __all__ = ["OracleForward", "OracleGrads", "backward", "evaluate", "forward"]
@@ -204,6 +204,8 @@ class _Walk:
                 sums.store()
         if self.asked is not None:
             for name, total in self.asked.sums.items():
+                if name in ("dbias", "dsoftmax_offset"):
+                    total.add_summing(self.rounding)
                 total.add_rounding(self._result_share(name), self.rounding.least)
 
     def _rows(self, sequence: Sequence) -> dict[str, Tensor]:
@@ -229,7 +231,7 @@ class _Walk:
         scores = sequence.scores(first, count)
         if "out" in part:
             out, lse = part["out"], part["lse"]
-            weights = Weights.of(scores.x, lse, scores.keep, scores.errors)
+            weights = scores.weights(lse)
             rows = RowErrors.exact(out, lse)
             if "out_bound" in part:
                 rows = RowErrors(
@@ -239,12 +241,9 @@ class _Walk:
                     part["out_spread"].square(),
                 )
             return Block(first, scores, weights, out, lse, rows)
-        lse = torch.logsumexp(scores.x, -1)
-        if self.sink is not None:
-            lse = torch.logaddexp(lse, self.sink.view(-1, 1))
+        lse, weights = scores.softmax(self.sink)
         if sequence.shown_q is not None:
             lse = lse.masked_fill(~sequence.shown_q[first : first + count], -torch.inf)
-        weights = Weights.of(scores.x, lse, scores.keep, scores.errors)
         out = group_matmul(weights.kept, sequence.v)
         rows = RowErrors.of(weights, sequence.v, out, lse, self.rounding)
         block = Block(first, scores, weights, out, lse, rows)

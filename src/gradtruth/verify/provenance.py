@@ -19,9 +19,9 @@ def machine_facts(device: torch.device | str = "cpu") -> dict[str, str | int]:
     Args:
         device: where the tensors were made; a CUDA device adds its name, capability and CUDA version.
     """
-    device = torch.device(device)
+    where = torch.device(device)
     facts: dict[str, str | int] = {
-        "device": str(device),
+        "device": str(where),
         "platform": platform.platform(),
         "processor": _processor(),
         "python": platform.python_version(),
@@ -29,9 +29,9 @@ def machine_facts(device: torch.device | str = "cpu") -> dict[str, str | int]:
         "threads": torch.get_num_threads(),
         "gradtruth": installed_version("gradtruth"),
     }
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        facts["gpu"] = torch.cuda.get_device_name(device)
+    if where.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(where)
+        facts["gpu"] = torch.cuda.get_device_name(where)
         facts["capability"] = f"{major}.{minor}"
         facts["cuda"] = str(torch.version.cuda)
         facts["cudnn"] = torch.backends.cudnn.version() or 0

@@ -84,7 +84,9 @@ class Recipe:
     def encode(self) -> str:
         """The canonical string: JSON with sorted keys, defaults left out."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        kept: dict[str, Any] = {k: v for k, v in given.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
+        kept: dict[str, Any] = {
+            k: v for k, v in given.items() if k not in _DEFAULTS or v != _DEFAULTS[k]
+        }
         kept["problem"] = json.loads(self.problem.encode())
         return json.dumps(kept, sort_keys=True, separators=(",", ":"))
 
@@ -103,7 +105,9 @@ class Recipe:
                     found[name] = tuple(tuple(x) if isinstance(x, list) else x for x in found[name])
             return Recipe(**found)
         except (TypeError, KeyError, json.JSONDecodeError) as error:
-            raise InvalidProblem(f"recipe is {text!r}, expected a JSON object with a problem: {error}") from error
+            raise InvalidProblem(
+                f"recipe is {text!r}, expected a JSON object with a problem: {error}"
+            ) from error
 
     def label(self) -> str:
         """A short name: the problem's and what differs from the defaults."""

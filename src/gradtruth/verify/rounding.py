@@ -24,9 +24,13 @@ __all__ = [
     "group_sum",
     "rounding_of",
     "score_errors",
+    "summing",
 ]
 
 _TF32_EPS = 2.0**-10
+# A partial sum is half of the sum on average, in the mean square a third; a softmax sums in lanes.
+_SUM_SHARE = 1 / 3
+_SOFTMAX_SHARE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,11 @@ def group_sum(a: Tensor, b: Tensor, groups: int) -> Tensor:
     return a.reshape(groups, folded, a.shape[-1]).mT @ b.reshape(groups, folded, b.shape[-1])
 
 
+def summing(value: Tensor, count: Tensor, rounding: Rounding) -> Tensor:
+    """The square of what rounding ``count`` partial sums of a sum costs."""
+    return _SUM_SHARE * rounding.ratio**2 * count * value.square()
+
+
 @dataclass(slots=True)
 class ScoreErrors:
     """Errors of the scores of one block, in units of the accumulate eps.
@@ -123,18 +132,14 @@ class Weights:
         kept: [H, b, T], P after dropout.
         keep: [H, b, T], keep / (1 - p); None without dropout.
         errors: of the scores behind them.
+        count: [1|H, b], how many keys a row sees.
     """
 
     p: Tensor
     kept: Tensor
     keep: Tensor | None
     errors: ScoreErrors
-
-    @staticmethod
-    def of(x: Tensor, lse: Tensor, keep: Tensor | None, errors: ScoreErrors) -> Weights:
-        """P = exp(x - lse), 0 where lse is -inf."""
-        p = torch.exp(x - torch.where(lse == -torch.inf, torch.inf, lse).unsqueeze(-1))
-        return Weights(p, p if keep is None else p * keep, keep, errors)
+    count: Tensor
 
     def rounded(self, least: float) -> Tensor:
         """|P after dropout|, with what an underflow may cost."""
@@ -164,17 +169,27 @@ class RowErrors:
     @staticmethod
     def of(weights: Weights, v: Tensor, out: Tensor, lse: Tensor, rounding: Rounding) -> RowErrors:
         """Errors of out [H, b, Dv] and lse [H, b] that were computed from weights and v [G, T, Dv]."""
-        rho = rounding.ratio
+        rho, score, count = rounding.ratio, weights.errors.score, weights.count
         size = torch.where(lse == -torch.inf, 0.0, lse.abs() + 1)
-        shift = weights.p * weights.errors.score
-        lse_bound = shift.sum(-1) + size
-        lse_square = shift.square().sum(-1) + size * size
-        single, relative = weights.rounded(rounding.least), rho * weights.errors.score
-        out_bound = group_matmul(single * (1 + relative), v.abs())
+        shift = weights.p * score
+        # Errors of scores in a row may be common: rounding scale * q moves all of them alike.
+        common = shift.sum(-1)
+        lse_bound = common + size
+        lse_square = common.square() + size.square() + _SOFTMAX_SHARE * count
+        single = weights.rounded(rounding.least)
+        out_bound = group_matmul(single * (1 + rho * score), v.abs())
         out_bound += out.abs() * (1 + rho * lse_bound.unsqueeze(-1))
         out_bound += rounding.least * (out_bound > 0)
-        out_square = group_matmul(single.square() * (1 + relative.square()), v.square())
-        out_square += out.square() * (1 + rho * rho * lse_square.unsqueeze(-1))
+        # An error dx of a score moves out by P dx (keep v - out): a row on one key does not feel it.
+        shift = (rho * shift).square()
+        pulled = shift if weights.keep is None else shift * weights.keep
+        pulling = pulled if weights.keep is None else pulled * weights.keep
+        terms = group_matmul(single.square() + pulling, v.square())
+        moved = shift.sum(-1, keepdim=True) * out.square() - 2 * out * group_matmul(pulled, v)
+        own = 1 + rho**2 * (1 + _SOFTMAX_SHARE * count.unsqueeze(-1))
+        out_square = (terms + moved).clamp(min=0.0) + own * out.square()
+        out_square += summing(out, count.unsqueeze(-1), rounding)
+        out_square += rounding.least**2 * (out_bound > 0)
         return RowErrors(lse_bound, lse_square, out_bound, out_square)
 
 
@@ -205,9 +220,9 @@ class WeightGradient:
     ) -> tuple[Tensor, Tensor]:
         """Bound and square [H, b] of the error of delta."""
         rho, size, terms = rounding.ratio, dout.abs(), dout * out
-        bound = (size * rows.out_bound).sum(-1) + rho * (terms.abs().sum(-1) + dlse.abs())
-        square = (dout.square() * rows.out_square).sum(-1)
-        square += rho * rho * (terms.square().sum(-1) + dlse.square())
+        own = rho * (terms.abs().sum(-1) + dlse.abs())
+        bound = (size * rows.out_bound).sum(-1) + own
+        square = (dout.square() * rows.out_square).sum(-1) + own.square()
         return bound, square
 
     def errors(self, ds: Tensor, slope: Tensor | None, rounding: Rounding) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from gradtruth.core.extents import Extents, resolve
 from gradtruth.core.layout import canonical
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Inputs
-from gradtruth.verify.rounding import ScoreErrors, group_matmul, score_errors
+from gradtruth.verify.rounding import ScoreErrors, Weights, group_matmul, score_errors
 
 __all__ = ["Place", "Scores", "Sequence", "places"]
 
@@ -71,6 +71,29 @@ class Scores:
     slope: Tensor | None
     keep: Tensor | None
     errors: ScoreErrors
+
+    def softmax(self, sink: Tensor | None) -> tuple[Tensor, Weights]:
+        """lse [H, b] and the weights; ``sink`` [H] is one more logit of the denominator."""
+        x = self.x
+        top = x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
+        if sink is not None:
+            top = torch.maximum(top, sink.view(-1, 1))
+        top = torch.where(top == -torch.inf, 0.0, top)
+        numerator = torch.exp(x - top.unsqueeze(-1))
+        denominator = numerator.sum(-1)
+        if sink is not None:
+            denominator = denominator + torch.exp(sink.view(-1, 1) - top)
+        share = torch.where(denominator > 0, denominator, 1.0).unsqueeze(-1)
+        return top + torch.log(denominator), self._weights(numerator / share)
+
+    def weights(self, lse: Tensor) -> Weights:
+        """P = exp(x - lse) for any lse [H, b]; 0 where lse is -inf."""
+        lse = torch.where(lse == -torch.inf, torch.inf, lse)
+        return self._weights(torch.exp(self.x - lse.unsqueeze(-1)))
+
+    def _weights(self, p: Tensor) -> Weights:
+        kept = p if self.keep is None else p * self.keep
+        return Weights(p, kept, self.keep, self.errors, self.visible.sum(-1))
 
 
 class Sequence:
@@ -140,7 +163,8 @@ class Sequence:
             tanh = torch.tanh(x / spec.softcap)
             slope = 1 - tanh * tanh
             x = spec.softcap * tanh
-        chain = torch.where(x.isinf(), 0.0, x.abs())
+        # Twice: the scale itself is rounded, and exp may be computed as exp2.
+        chain = torch.where(x.isinf(), 0.0, 2 * x.abs())
         if spec.bias == "post_scale" and bias is not None:
             x, chain = x + bias, chain + bias.abs()
         if self.slopes is not None:

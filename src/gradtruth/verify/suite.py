@@ -41,11 +41,11 @@ AXES: dict[str, dict[str, float]] = {
     },
     "dtype": {"bfloat16": 3.5, "float16": 2, "float32": 3.5, "float64": 1},
     "mask": {"full": 2, "causal": 3, "arbitrary": 1, "arbitrary_causal": 1},
-    "mask_shape": dict.fromkeys(["-", *_SHAPES], 1.0),
+    "mask_shape": {"-": 40, **dict.fromkeys(_SHAPES, 1)},
     "window": {"none": 4, "w,0": 1, "w,w": 1, "0,0": 0.3, "-1,w": 0.7, "w,-1": 0.7},
     "alignment": {"top_left": 1, "bottom_right": 1.5},
     "bias": {"none": 4, "pre_scale": 1.2, "post_scale": 2},
-    "bias_shape": dict.fromkeys(["-", *_SHAPES], 1.0),
+    "bias_shape": {"-": 24, **dict.fromkeys(_SHAPES, 1)},
     "bias_dtype": {"input": 1, "float32": 1},
     "bias_inf": {"no": 2, "yes": 1},
     "alibi": {"none": 4, "H": 1, "BH": 1},
@@ -80,7 +80,11 @@ RULES: tuple[Rule, ...] = (
     ("arrangement", "heads", lambda a, b: a not in _SELF or b in ("1/1", "3/3")),
     ("arrangement", "heads", lambda a, b: a != "expanded_heads" or b in ("3/3", "4/2", "6/2")),
     ("arrangement", "dims", lambda a, b: a not in _PACKED or "/" not in b),
-    ("arrangement", "places", lambda a, b: a not in _SELF or b not in ("one", "longer_q", "longer_kv")),
+    (
+        "arrangement",
+        "places",
+        lambda a, b: a not in _SELF or b not in ("one", "longer_q", "longer_kv"),
+    ),
     ("size", "heads", lambda a, b: a != "blocks" or b != "8/1"),
     ("size", "places", lambda a, b: a != "blocks" or b != "one"),
     ("mask", "mask_shape", lambda a, b: a.startswith("arbitrary") == (b != "-")),
@@ -88,6 +92,7 @@ RULES: tuple[Rule, ...] = (
     ("bias", "bias_shape", lambda a, b: (a != "none") == (b != "-")),
     ("bias", "bias_dtype", lambda a, b: a != "none" or b == "input"),
     ("bias", "bias_inf", lambda a, b: a != "none" or b == "no"),
+    ("bias_inf", "scale", lambda a, b: a == "no" or not b.startswith("-")),  # -inf * -1 is +inf
     ("bias", "wanted", lambda a, b: a != "none" or "dbias" not in b),
     ("softmax", "wanted", lambda a, b: a == "learnable" or b != "dsoftmax_offset"),
 )
@@ -143,7 +148,9 @@ def build(row: Row, seed: int) -> Recipe:
     hints = [_hint(row, length, rng) for length in longest]
     bounds = [S, T]
     if row["layout"] == "thd":
-        bounds = [length if hint is None else hint for length, hint in zip(longest, hints, strict=True)]
+        bounds = [
+            length if hint is None else hint for length, hint in zip(longest, hints, strict=True)
+        ]
     full = {"b": B, "h": num_heads, "s": bounds[0], "t": bounds[1], "1": 1}
     bias, mask = row["bias_shape"], row["mask_shape"]
     problem = Problem(
@@ -159,7 +166,9 @@ def build(row: Row, seed: int) -> Recipe:
         max_seqlen_q=hints[0],
         max_seqlen_kv=hints[1],
         bias_shape=None if bias == "-" else tuple(full[x] for x in bias),  # type: ignore[arg-type]
-        bias_dtype=None if bias == "-" else (row["dtype"] if row["bias_dtype"] == "input" else "float32"),
+        bias_dtype=None
+        if bias == "-"
+        else (row["dtype"] if row["bias_dtype"] == "input" else "float32"),
         mask_shape=None if mask == "-" else tuple(full[x] for x in mask),  # type: ignore[arg-type]
         slopes_batched=row["alibi"] == "BH",
     )
@@ -238,8 +247,13 @@ def _places(row: Row, rng: random.Random) -> tuple[int, int, tuple[Place, ...]]:
             for side in (0, 1)
         ]
     (start_q, S), (start_kv, T) = sides
-    return S, T, tuple(
-        (at_q, q, at_kv, kv) for at_q, at_kv, (q, kv) in zip(start_q, start_kv, lengths, strict=True)
+    return (
+        S,
+        T,
+        tuple(
+            (at_q, q, at_kv, kv)
+            for at_q, at_kv, (q, kv) in zip(start_q, start_kv, lengths, strict=True)
+        ),
     )
 
 
@@ -255,7 +269,10 @@ def _sequence_lengths(row: Row, B: int, rng: random.Random) -> list[tuple[int, i
         return [first] * B
     if kind in ("longer_q", "longer_kv"):
         short = long() if row["size"] == "blocks" else rng.randint(1, 60)
-        pairs = [(short + rng.randint(1, 70), max(1, short - n * rng.randint(0, short))) for n in range(B)]
+        pairs = [
+            (short + rng.randint(1, 70), max(1, short - n * rng.randint(0, short)))
+            for n in range(B)
+        ]
         pairs = [pairs[0]] * B if row["source"] == "full" else pairs
         return pairs if kind == "longer_q" else [(kv, q) for q, kv in pairs]
     if kind == "one":
@@ -268,7 +285,9 @@ def _sequence_lengths(row: Row, B: int, rng: random.Random) -> list[tuple[int, i
     if kind == "zeros":
         for n in range(min(1, B - 1), B):
             q, kv = pairs[n]
-            pairs[n] = rng.choice([(0, kv), (q, 0), (0, 0)] if n > 1 or B == 1 else [(0, kv), (q, 0)])
+            pairs[n] = rng.choice(
+                [(0, kv), (q, 0), (0, 0)] if n > 1 or B == 1 else [(0, kv), (q, 0)]
+            )
     rng.shuffle(pairs)
     return pairs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -9,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from gradtruth.backends.peers.places import Places, places_of
-from gradtruth.backends.peers.refusals import head_dims, unable
+from gradtruth.backends.peers.refusals import unable
 from gradtruth.backends.peers.rerun import differentiate, widened
 from gradtruth.backends.peers.views import (
     empty_forward,
@@ -22,6 +24,7 @@ from gradtruth.backends.peers.views import (
     heads_first,
 )
 from gradtruth.backends.protocol import Backend
+from gradtruth.core.precision import full_precision
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import Claims, Reason, ReasonCode, Support
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
@@ -37,6 +40,7 @@ _ABLE = (
     ReasonCode.LSE_GRAD,
 )
 _HALVES = ("bfloat16", "float16")
+_LN2 = math.log(2.0)
 _Index = Tensor
 _ScoreMod = Callable[..., Tensor]
 _MaskMod = Callable[..., Tensor]
@@ -59,14 +63,18 @@ class Flex:
         self.name = name
 
     def supports(self, problem: Problem, device: torch.device) -> Support:
-        """Everything but dropout on the CPU; less on CUDA."""
-        found = [*_missing(), *unable(problem, _ABLE), *head_dims(problem)]
+        """Everything but dropout and fp64 on the CPU; less on CUDA."""
+        found = [*_missing(), *unable(problem, _ABLE)]
+        if problem.dtype == "float64":
+            text = (
+                "dtype is float64, up to float32 is taken: lse passes through base 2, rounded twice"
+            )
+            found.append(Reason(ReasonCode.DTYPE, text))
         if device.type == "cuda":
             found += _cuda_reasons(problem)
         elif device.type != "cpu":
-            found.append(
-                Reason(ReasonCode.DEVICE, f"device is {device.type}, CPU or CUDA is needed")
-            )
+            text = f"device is {device.type}, CPU or CUDA is needed"
+            found.append(Reason(ReasonCode.DEVICE, text))
         return Support(tuple(found))
 
     def claims(self, problem: Problem, device: torch.device) -> Claims:
@@ -85,7 +93,7 @@ class Flex:
     def forward(self, problem: Problem, inputs: Inputs) -> Forward:
         """out, lse and, when asked for, max_logit."""
         if has_no_elements(problem, inputs):
-            return empty_forward(problem, inputs)
+            return _without_keys(problem, inputs)
         out, lse, top = _attend(problem, inputs)
         max_logit = top.amax(dim=(0, 2)).float() if problem.spec.max_logit else None
         return Forward(
@@ -122,8 +130,6 @@ def _missing() -> list[Reason]:
 
 def _cuda_reasons(problem: Problem) -> list[Reason]:
     found = []
-    if problem.dtype == "float64":
-        found.append(Reason(ReasonCode.DTYPE, "dtype is float64, up to float32 is compiled"))
     for name in ("head_dim_qk", "head_dim_v"):
         value = getattr(problem, name)
         if not 16 <= value <= 256:
@@ -154,7 +160,7 @@ def _attend(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (heads_first(x, layout) for x in (wide.q, wide.k, wide.v))
     places = places_of(problem, inputs)
     mods = _mods(problem, wide, places)
-    with torch.autocast(q.device.type, enabled=False):
+    with full_precision(problem, q.device):
         out, lse, top = (_fallback if on_cpu else _compiled)(problem, (q, k, v), mods)
     lse = torch.where(top > -torch.inf, lse, -torch.inf)
     if problem.spec.sink:
@@ -200,10 +206,13 @@ def _score_mod(
     tensors: list[Tensor] = []
     pick = None
     if inputs.bias is not None:
-        pick, tensors = _lookup(inputs.bias, places)
+        # On the CPU in fp64, so that its gradient, a sum over whatever was broadcast, is rounded once.
+        on_cpu = inputs.bias.device.type == "cpu"
+        pick, tensors = _lookup(inputs.bias.double() if on_cpu else inputs.bias, places)
     biased = len(tensors)
     slopes = inputs.alibi_slopes
     if slopes is not None:
+        slopes = slopes.to(problem.accumulate_dtype)
         owner = places.sequence_q.clamp(min=0)
         per_query = slopes[owner] if slopes.dim() == 2 else slopes.expand(*owner.shape, -1)
         tensors = [*tensors, per_query, places.i + places.diagonal, places.j]
@@ -211,7 +220,7 @@ def _score_mod(
     def score_mod(
         score: Tensor, b: _Index, h: _Index, m: _Index, n: _Index, *given: Tensor
     ) -> Tensor:
-        bias = None if pick is None else pick(given[:biased], b, h, m, n)
+        bias = None if pick is None else pick(given[:biased], b, h, m, n).to(score.dtype)
         if bias is not None and spec.bias == "pre_scale":
             score = score + bias * scale
         if spec.softcap is not None:
@@ -264,10 +273,7 @@ def _fallback(
         mods.score_tensors,
         mods.mask_tensors,
     )
-    return out, lse * _LN2, top * _LN2
-
-
-_LN2 = 0.6931471805599453
+    return out, (lse.double() * _LN2).to(lse.dtype), (top.double() * _LN2).to(top.dtype)
 
 
 def _one_block(queries: int, keys: int, mask_mod: _MaskMod) -> tuple[Any, ...]:
@@ -324,13 +330,29 @@ def _with_sink(
 ) -> tuple[Tensor, Tensor]:
     """out and lse with the sink in the denominator; rows without a visible key give it no gradient."""
     out, lse = result
-    sink = torch.zeros(problem.num_heads, dtype=lse.dtype, device=lse.device)
-    if inputs.softmax_offset is not None:
-        sink = inputs.softmax_offset.to(lse.dtype)
-    logit = sink[None, :, None]
+    logit = _sink_logit(problem, inputs, lse.dtype)
     seen = lse > -torch.inf
     finite = lse.masked_fill(~seen, 0.0)
-    total = torch.logaddexp(finite, logit)
+    # ln(1 + e^x): the share of a faint sink, e^x, stays exact in it and in its gradient.
+    grown = softplus(logit - finite)
     valid = (places.sequence_q >= 0)[:, None]
     bare = torch.where(valid, logit.detach(), -torch.inf)
-    return out * torch.exp(finite - total)[..., None], torch.where(seen, total, bare)
+    return out * torch.exp(-grown)[..., None], torch.where(seen, finite + grown, bare)
+
+
+def _sink_logit(problem: Problem, inputs: Inputs, dtype: torch.dtype) -> Tensor:
+    """[1, H, 1]: 0 for off-by-one."""
+    if inputs.softmax_offset is None:
+        return torch.zeros(1, problem.num_heads, 1, dtype=dtype, device=inputs.q.device)
+    return inputs.softmax_offset.to(dtype)[None, :, None]
+
+
+def _without_keys(problem: Problem, inputs: Inputs) -> Forward:
+    """The forward where no query or no key exists; of the former, lse may still be a sink's."""
+    found = empty_forward(problem, inputs)
+    if not problem.spec.sink or found.lse.numel() == 0 or problem.batch == 0:
+        return found
+    valid = (places_of(problem, inputs).sequence_q >= 0)[:, None]
+    logit = _sink_logit(problem, inputs, found.lse.dtype)
+    lse = torch.where(valid, logit, -torch.inf)
+    return replace(found, lse=from_lse(lse, problem.spec.layout))

@@ -121,7 +121,8 @@ def additive_mask(problem: Problem, inputs: Inputs, places: Places, bias: Tensor
     """
     added = torch.zeros((), dtype=problem.accumulate_dtype, device=inputs.q.device)
     if bias is not None:
-        found = at_places(bias, problem, places)
+        # Looked up in fp64, so that its gradient, a sum over whatever was broadcast, is rounded once.
+        found = at_places(bias.double(), problem, places).to(added.dtype)
         added = added + (found * problem.scale if problem.spec.bias == "pre_scale" else found)
     if inputs.alibi_slopes is not None:
         distance = places.i + places.diagonal

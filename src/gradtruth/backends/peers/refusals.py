@@ -9,7 +9,7 @@ import torch
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import Reason, ReasonCode
 
-__all__ = ["head_dims", "missing_operators", "unable"]
+__all__ = ["missing_operators", "unable"]
 
 _Text = Callable[[Problem], str | None]
 
@@ -80,15 +80,6 @@ def unable(problem: Problem, able: Iterable[ReasonCode] = ()) -> list[Reason]:
         Reason(code, text)
         for code, check in _CHECKS.items()
         if code not in skipped and (text := check(problem)) is not None
-    ]
-
-
-def head_dims(problem: Problem) -> list[Reason]:
-    """Reasons against head dims of 0, where every peer leaves the contract."""
-    return [
-        Reason(ReasonCode.HEAD_DIM, f"{name} is 0, at least 1 is needed")
-        for name in ("head_dim_qk", "head_dim_v")
-        if getattr(problem, name) == 0
     ]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradtruth.backends.peers.views import to_lse
+from gradtruth.core.precision import full_precision
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Grads, Inputs, Wanted
 
@@ -24,7 +25,7 @@ _AUTOGRAD_KEYS = (
     torch._C.DispatchKey.AutogradNestedTensor,
 )
 
-Run = Callable[[Problem, Inputs], tuple[Tensor, Tensor]]
+Run = Callable[[Problem, Inputs], tuple[Tensor, Tensor | None]]
 
 
 def widened(problem: Problem, inputs: Inputs) -> Inputs:
@@ -50,8 +51,8 @@ def differentiate(
     """The wanted gradients of a recorded run.
 
     Args:
-        run: computes out, in the storage layout, and lse [B', H, S] with autograd's operators; it widens its
-            inputs itself, so that autograd rounds each gradient once.
+        run: computes out, in the storage layout, and lse [B', H, S] with autograd's operators (None when it
+            gives lse no gradient); it widens its inputs itself, so that autograd rounds each gradient once.
         problem, inputs: passed to ``run``.
         dout: like out.
         dlse: in lse's public form; None is zero.
@@ -64,17 +65,19 @@ def differentiate(
         "bias": wanted.dbias,
         "softmax_offset": wanted.dsoftmax_offset,
     }
-    with _recording():
+    with _recording(), full_precision(problem, inputs.q.device):
         given = {name: tensor for name, tensor in inputs.items() if name in names}
         leaves = {name: _leaf(tensor, grad=names[name]) for name, tensor in given.items()}
         asked = [name for name in leaves if names[name]]
         if not asked:
             return Grads()
         out, lse = run(problem, replace(inputs, **leaves))
-        outputs, cotangents = [out], [dout.to(out.dtype)]
-        if dlse is not None:
-            outputs.append(lse)
-            cotangents.append(to_lse(dlse, problem.spec.layout).to(lse.dtype))
+        ends = [(out, dout.to(out.dtype))]
+        if dlse is not None and lse is not None:
+            ends.append((lse, to_lse(dlse, problem.spec.layout).to(lse.dtype)))
+        # lse knows nothing of v, out nothing of a sink that no row has.
+        ends = [(end, cotangent) for end, cotangent in ends if end.requires_grad]
+        outputs, cotangents = zip(*ends, strict=True) if ends else ((), ())
         found = torch.autograd.grad(
             outputs,
             [leaves[name] for name in asked],

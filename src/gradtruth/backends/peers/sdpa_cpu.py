@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from gradtruth.backends.peers.places import additive_mask, places_of, plain_mask
-from gradtruth.backends.peers.refusals import head_dims, missing_operators, unable
+from gradtruth.backends.peers.refusals import missing_operators, unable
 from gradtruth.backends.peers.views import from_heads_first, from_lse, heads_first, to_lse
+from gradtruth.core.precision import full_precision
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import DEFAULT_CLAIMS, Claims, Reason, ReasonCode
 from gradtruth.core.tensors import Forward, Inputs
@@ -18,7 +21,6 @@ _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 # Older kernels read k and v at the query head's index, past their end.
 _GQA_SINCE = (2, 13)
-_HALVES = ("bfloat16", "float16")
 
 
 class FlashCpu:
@@ -37,7 +39,6 @@ class FlashCpu:
         del device
         found = missing_operators((_FORWARD, _BACKWARD))
         found += unable(problem, (ReasonCode.ALIBI,))
-        found += head_dims(problem)
         if problem.head_dim_qk != problem.head_dim_v:
             text = f"head_dim_qk is {problem.head_dim_qk} and head_dim_v {problem.head_dim_v}, they must be equal"
             found.append(Reason(ReasonCode.HEAD_DIM, text))
@@ -48,7 +49,7 @@ class FlashCpu:
 
     def claims(self, problem: Problem) -> Claims:
         """The default set without a mask tensor. With one, not shielded: hidden NaN is added to, not selected."""
-        if plain_mask(problem) is not None:
+        if _builtin_mask(problem) is not None:
             return DEFAULT_CLAIMS
         return Claims(
             pure=True,
@@ -64,11 +65,12 @@ class FlashCpu:
         """out and lse in their public form."""
         layout = problem.spec.layout
         q, k, v = _operands(problem, inputs)
-        kind = plain_mask(problem)
+        kind = _builtin_mask(problem)
         mask = None if kind else _mask(problem, inputs)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, kind == "causal", attn_mask=mask, scale=problem.scale
-        )
+        with full_precision(problem, q.device):
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, kind == "causal", attn_mask=mask, scale=problem.scale
+            )
         if mask is not None:
             # The kernel's lse of a row without a visible key is 0.
             lse = torch.where((mask > -torch.inf).any(-1), lse, -torch.inf)
@@ -82,17 +84,27 @@ class FlashCpu:
         q, k, v = _operands(problem, inputs)
         out, dout = (_for_products(heads_first(x, layout).to(dtype)) for x in (forward.out, dout))
         lse = to_lse(forward.lse, layout)
-        kind = plain_mask(problem)
+        kind = _builtin_mask(problem)
         mask = None
         if kind is None:
             mask = _mask(problem, inputs)
-            # exp(-inf - lse) must be 0 for a row without a visible key too.
-            lse = lse.masked_fill(lse == -torch.inf, 0.0)
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, kind == "causal", attn_mask=mask, scale=problem.scale
-        )
+            # P of a row without a visible key is exp(-inf - lse) and must be 0, whatever was handed in.
+            seen = (mask > -torch.inf).any(-1)
+            lse = torch.where(seen, lse, 0.0)
+            out, dout = (torch.where(seen[..., None], x, 0.0) for x in (out, dout))
+        with full_precision(problem, q.device):
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout, q, k, v, out, lse, 0.0, kind == "causal", attn_mask=mask, scale=problem.scale
+            )
         dq, dk, dv = (from_heads_first(grad.to(inputs.q.dtype), layout) for grad in grads)
         return dq, dk, dv
+
+
+def _builtin_mask(problem: Problem) -> Literal["none", "causal"] | None:
+    """The mask that the kernel makes itself, None where a tensor is needed."""
+    kind = plain_mask(problem)
+    # The kernel hides by -inf before it multiplies by the scale.
+    return None if kind == "causal" and problem.scale <= 0 else kind
 
 
 def _operands(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradtruth.backends.peers.places import additive_mask, places_of, plain_mask
-from gradtruth.backends.peers.refusals import head_dims, missing_operators, unable
+from gradtruth.backends.peers.refusals import missing_operators, unable
 from gradtruth.backends.peers.views import from_heads_first, from_lse, heads_first, to_lse
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import Claims, Reason, ReasonCode
@@ -21,7 +21,7 @@ _CLAIMS = Claims(global_dropout=True, foreign_lse=True, no_sync=True)
 
 
 def _common(problem: Problem, name: str, capability: tuple[int, int]) -> list[Reason]:
-    """Reasons of all three: operators, device, features, head dims of 0."""
+    """Reasons of all three: operators, device, scale."""
     found = missing_operators(
         (f"_scaled_dot_product_{name}", f"_scaled_dot_product_{name}_backward")
     )
@@ -32,7 +32,10 @@ def _common(problem: Problem, name: str, capability: tuple[int, int]) -> list[Re
             ".".join(map(str, c)) for c in (torch.cuda.get_device_capability(), capability)
         )
         found.append(Reason(ReasonCode.DEVICE, f"compute capability is {have}, {need} is needed"))
-    return found + head_dims(problem)
+    if problem.scale <= 0:
+        text = f"softmax_scale is {problem.scale:g}, it must be positive: the kernel hides by -inf before it scales"
+        found.append(Reason(ReasonCode.SOFTMAX, text))
+    return found
 
 
 def _halves_only(problem: Problem) -> list[Reason]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradtruth.backends.peers.places import additive_mask, places_of, plain_mask
-from gradtruth.backends.peers.refusals import head_dims, missing_operators, unable
+from gradtruth.backends.peers.refusals import missing_operators, unable
 from gradtruth.backends.peers.rerun import differentiate, widened
 from gradtruth.backends.peers.views import (
     empty_forward,
@@ -16,30 +16,32 @@ from gradtruth.backends.peers.views import (
     has_no_elements,
     heads_first,
 )
+from gradtruth.core.precision import full_precision
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import Claims, ReasonCode, Support
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 
 __all__ = ["SdpaMath"]
 
-_ABLE = (ReasonCode.BIAS, ReasonCode.ALIBI, ReasonCode.LSE_GRAD)
+_ABLE = (ReasonCode.BIAS, ReasonCode.ALIBI)
+_SCORES = 1 << 18  # per head, in a block of the lse
 
 
 class SdpaMath:
     """aten::_scaled_dot_product_attention_math in the accumulation dtype.
 
     Half-precision inputs are widened to fp32 first: whether the operator does so itself depends on a global
-    switch, and without it scores and weights are rounded to half precision. It returns the weights P instead of
-    an lse; lse_i = x_ij - ln P_ij at the key j of the largest weight. Memory is O(S x T).
+    switch, and without it scores and weights are rounded to half precision. It returns no lse: that is computed
+    here, from the scores again, and takes no gradient. Memory is O(S x T).
     """
 
     name = "sdpa_math"
 
     def supports(self, problem: Problem, device: torch.device) -> Support:
-        """Everything but dropout, softcap, sinks and max_logit."""
+        """Everything but dropout, softcap, sinks, max_logit and a gradient of lse."""
         del device
         reasons = missing_operators(("_scaled_dot_product_attention_math",))
-        return Support((*reasons, *unable(problem, _ABLE), *head_dims(problem)))
+        return Support((*reasons, *unable(problem, _ABLE)))
 
     def claims(self, problem: Problem, device: torch.device) -> Claims:
         """Not foreign_lse: the backward runs the forward again. Hidden NaN reaches valid places through 0 * NaN."""
@@ -58,8 +60,9 @@ class SdpaMath:
         """out and lse."""
         if has_no_elements(problem, inputs):
             return empty_forward(problem, inputs)
-        out, lse = _run(problem, inputs)
-        return Forward(out=out.to(inputs.q.dtype), lse=from_lse(lse, problem.spec.layout))
+        out, _ = _run(problem, inputs)
+        lse = from_lse(_lse(problem, inputs), problem.spec.layout)
+        return Forward(out=out.to(inputs.q.dtype), lse=lse)
 
     def backward(
         self,
@@ -77,39 +80,49 @@ class SdpaMath:
         return differentiate(_run, problem, inputs, dout, dlse, wanted)
 
 
-def _run(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """out in the storage layout and lse [B', H, S], in the accumulation dtype."""
+def _run(problem: Problem, inputs: Inputs) -> tuple[Tensor, None]:
+    """out in the storage layout, in the accumulation dtype."""
     layout = problem.spec.layout
-    inputs = widened(problem, inputs)
-    q, k, v = (heads_first(x, layout) for x in (inputs.q, inputs.k, inputs.v))
-    kind = plain_mask(problem)
-    mask = None if kind else additive_mask(problem, inputs, places_of(problem, inputs), inputs.bias)
-    with torch.autocast(q.device.type, enabled=False):
-        out, weights = torch.ops.aten._scaled_dot_product_attention_math(
+    q, k, v, mask = _operands(problem, inputs)
+    with full_precision(problem, q.device):
+        out, _ = torch.ops.aten._scaled_dot_product_attention_math(
             q,
             k,
             v,
             mask,
             0.0,
-            kind == "causal",
+            plain_mask(problem) == "causal",
             scale=problem.scale,
             enable_gqa=problem.group_size > 1,
         )
-    return from_heads_first(out, layout), _lse(problem, (q, k), mask, weights)
+    return from_heads_first(out, layout), None
 
 
-def _lse(
-    problem: Problem, operands: tuple[Tensor, Tensor], mask: Tensor | None, weights: Tensor
-) -> Tensor:
-    """lse [B', H, S] from the weights: x - ln P at the key with the largest weight, at least 1 / T."""
-    q, k = operands
-    weight, key = weights.max(dim=-1, keepdim=True)
-    nearest = k.repeat_interleave(problem.group_size, dim=1).gather(
-        2, key.expand(*key.shape[:3], k.shape[3])
-    )
-    score = (q * nearest).sum(-1) * problem.scale
-    if mask is not None:
-        score = score + mask.expand(weights.shape).gather(3, key).squeeze(-1)
-    weight = weight.squeeze(-1)
-    seen = weight > 0
-    return torch.where(seen, score - torch.log(weight.masked_fill(~seen, 1.0)), -torch.inf)
+def _operands(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k, v as [B', H, S, D] and the additive mask, in the accumulation dtype."""
+    layout = problem.spec.layout
+    wide = widened(problem, inputs)
+    q, k, v = (heads_first(x, layout) for x in (wide.q, wide.k, wide.v))
+    if plain_mask(problem) is not None:
+        return q, k, v, None
+    return q, k, v, additive_mask(problem, wide, places_of(problem, inputs), wide.bias)
+
+
+def _lse(problem: Problem, inputs: Inputs) -> Tensor:
+    """lse [B', H, S], by blocks of queries."""
+    q, k, _, mask = _operands(problem, inputs)
+    q = q.unflatten(1, (problem.num_gqa_groups, problem.group_size))
+    keys = k.transpose(2, 3).unsqueeze(2)
+    rows = max(1, _SCORES // k.shape[2])
+    found = []
+    with full_precision(problem, q.device):
+        for start in range(0, q.shape[3], rows):
+            scores = (q[:, :, :, start : start + rows] @ keys).flatten(1, 2) * problem.scale
+            if mask is not None:
+                scores = scores + mask[:, :, start : start + rows]
+            elif plain_mask(problem) == "causal":
+                shape = scores.shape[2:]
+                hidden = torch.ones(shape, dtype=torch.bool, device=q.device).triu(start + 1)
+                scores = scores.masked_fill(hidden, -torch.inf)
+            found.append(torch.logsumexp(scores, -1))
+    return torch.cat(found, 2)

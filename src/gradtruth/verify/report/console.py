@@ -18,6 +18,20 @@ _STYLES = {
     Verdict.NOT_CLAIMED.value: "dim",
 }
 _GAP = "  "
+_FOLDED = "detail"
+_FOLDED_WIDTH = 16
+_DISPENSABLE = (
+    "worst_norm_ratio",
+    "worst_cosine",
+    "worst_budget",
+    "worst_rel_l2",
+    "budget",
+    "norm_ratio",
+    "case",
+    "cosine",
+    "worst",
+    "rel_l2",
+)
 
 
 def print_verification(rows: Sequence[Row], stream: TextIO) -> None:
@@ -51,10 +65,44 @@ def _print_rich(names: Sequence[str], lines: Sequence[Sequence[str]], stream: Te
     from rich.table import Table
     from rich.text import Text
 
-    kept = [at for at, name in enumerate(names) if any(line[at] != "-" for line in lines)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    console = Console(file=stream)
+    kept, left_out = _fitting(names, lines, console.width)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for at in kept:
-        table.add_column(names[at], overflow="fold")
+        table.add_column(names[at], no_wrap=names[at] != _FOLDED, overflow="fold")
     for line in lines:
         table.add_row(*(Text(line[at], style=_STYLES.get(line[at], "")) for at in kept))
-    Console(file=stream).print(table)
+    console.print(table)
+    if left_out:
+        text = f"no room for {', '.join(left_out)}: use a wider terminal, a pipe or a report"
+        console.print(Text(text, style="dim"))
+
+
+def _fitting(
+    names: Sequence[str], lines: Sequence[Sequence[str]], width: int
+) -> tuple[list[int], list[str]]:
+    """Which columns a terminal has room for, and the names of those that it has not.
+
+    Columns that say nothing go first, then the ones that one can do without.
+    """
+    kept = [at for at in range(len(names)) if any(line[at] != "-" for line in lines)]
+    left_out: list[str] = []
+
+    def needed() -> int:
+        widths = (
+            _FOLDED_WIDTH
+            if names[at] == _FOLDED
+            else max(len(names[at]), *(len(line[at]) for line in lines))
+            for at in kept
+        )
+        return sum(width + len(_GAP) + 1 for width in widths)
+
+    for name in _DISPENSABLE:
+        if needed() <= width:
+            break
+        at = names.index(name) if name in names else -1
+        # With several cases a row must say which is its own.
+        if at in kept and (name != "case" or len({line[at] for line in lines}) == 1):
+            kept.remove(at)
+            left_out.append(name)
+    return kept, left_out

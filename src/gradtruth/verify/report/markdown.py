@@ -35,6 +35,6 @@ def _table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _escape(text: str) -> str:
-    for mark in ("\\", "|", "<", "*", "_", "`"):
-        text = text.replace(mark, f"\\{mark}") if mark != "<" else text.replace(mark, "&lt;")
-    return text
+    for mark in ("\\", "|", "*", "`"):
+        text = text.replace(mark, f"\\{mark}")
+    return text.replace("<", "&lt;")

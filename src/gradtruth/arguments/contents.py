@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from gradtruth.arguments import Options, TensorArguments
+from gradtruth.arguments.given import Options, TensorArguments
 from gradtruth.errors import InvalidProblem
 
 __all__ = ["check_contents"]

@@ -1,0 +1,155 @@
+"""Bound and spread against attention whose every rounding is drawn at random."""
+
+import pytest
+import torch
+from tests.oracle.dense import by_head, dense, scores
+from tests.oracle.problems import generate
+
+from gradtruth.verify import oracle
+from gradtruth.verify.rounding import rounding_of
+
+EPS = 1e-7
+
+
+class Rounder:
+    """Errors of half an EPS with random signs; on request in every partial sum of a matrix product too."""
+
+    def __init__(self, seed, *, partial):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.partial = partial
+
+    def product(self, a, b):
+        """a @ b, summed from left to right."""
+        result = a @ b
+        if self.partial:
+            terms = a.unsqueeze(-1) * b.unsqueeze(-3)
+            partial = terms.cumsum(-2) * (terms != 0)  # adding 0 is exact
+            result = result + self.by(partial.abs()).sum(-2)
+        return result
+
+    def by(self, size):
+        sign = torch.randint(0, 2, size.shape, generator=self.generator).double() * 2 - 1
+        return sign * size.masked_fill(size.isinf(), 0.0) * (EPS / 2)
+
+    def __call__(self, x):
+        return x + self.by(x.abs())
+
+
+def rounded(problem, inputs, dout, rounder):
+    """out, lse, dq, dk, dv of a dense problem, with an error wherever the contract rounds in fp32."""
+    heads, scale = problem.num_heads, problem.scale
+    q, k, v = (by_head(x.double(), heads) for x in (inputs.q, inputs.k, inputs.v))
+    dout = dout.double().transpose(1, 2)
+    x, _ = rounded_scores(problem, q, k, rounder)
+    exact = torch.logsumexp(x, -1)
+    lse = exact + rounder.by(exact.abs() + 1)
+    p = torch.exp(x - exact[..., None])
+    out = rounder(rounder.product(rounder(p), v))
+    # A backward computes its scores anew, and may round them otherwise.
+    x, slope = rounded_scores(problem, q, k, rounder)
+    p = rounder(torch.exp(x - lse[..., None]))
+    delta = (dout * out).sum(-1) + rounder.by((dout * out).abs().sum(-1))
+    dp = dout @ v.mT + rounder.by(dout.abs() @ v.mT.abs())
+    ds = rounder(p * (dp - delta[..., None])) * slope
+
+    def grouped(x):
+        return x.transpose(1, 2).unflatten(2, (problem.num_gqa_groups, -1)).sum(3)
+
+    return {
+        "out": out.transpose(1, 2),
+        "lse": lse,
+        "dq": rounder(rounder.product(scale * ds, k)).transpose(1, 2),
+        "dk": rounder(grouped(rounder.product(scale * ds.mT, q))),
+        "dv": rounder(grouped(rounder.product(rounder(p).mT, dout))),
+    }
+
+
+def rounded_scores(problem, q, k, rounder):
+    """Final scores and the softcap's derivative."""
+    cap = problem.spec.softcap
+    x = problem.scale * (q @ k.mT + rounder.by(q.abs() @ k.mT.abs()))
+    x = rounder(rounder(x))
+    slope = torch.ones_like(x)
+    if cap is not None:
+        tanh = torch.tanh(x / cap)
+        x, slope = cap * rounder(tanh), 1 - tanh * tanh
+        slope = slope + rounder.by(torch.full_like(slope, 2.0))
+    if problem.spec.right == 0:
+        x = x.masked_fill(torch.ones(x.shape[-2:]).triu(1).bool(), -torch.inf)
+    return x, slope
+
+
+SETTINGS = [
+    {},
+    {"right": 0},
+    {"s": 1, "t": 50},
+    {"s": 30, "t": 2, "d": 3},
+    {"softcap": 1.0},
+    {"right": 0, "scale": 2.0},
+    {"right": 0, "g": 1, "dv": 5},
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_no_rounding_leads_beyond_the_bound(setting):
+    problem, inputs, dout, values, magnitudes = setup(setting)
+    for trial in range(12):
+        for name, x in rounded(problem, inputs, dout, Rounder(trial, partial=False)).items():
+            allowed = EPS / 2 * magnitudes[name].bound * (1 + 1e-3)
+            assert ((x - values[name]).abs() <= allowed).all(), name
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_spread_is_the_size_of_the_errors(setting):
+    """Neither under it nor far over it."""
+    problem, inputs, dout, values, magnitudes = setup(setting)
+    squares, trials = dict.fromkeys(values, 0.0), 6
+    for trial in range(trials):
+        for name, x in rounded(problem, inputs, dout, Rounder(trial, partial=True)).items():
+            squares[name] += (x - values[name]).square().sum() / trials
+    for name, square in squares.items():
+        assert 0.4 < square.sqrt() / (EPS / 2 * magnitudes[name].spread.norm()) < 1.1, name
+
+
+def setup(setting):
+    problem, inputs, dout = dense(17, dtype="float32", **setting)
+    found, grads = oracle.evaluate(problem, inputs, dout)
+    values = dict(found.items()) | dict(grads.items())
+    return problem, inputs, dout, values, found.magnitudes | grads.magnitudes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bound_covers_spread_and_value(seed):
+    """In every feature; and where nothing contributes, all three are exactly 0."""
+    case = generate(seed)
+    found, grads = oracle.evaluate(case.problem, case.inputs, case.dout, case.dlse)
+    for result in (found, grads):
+        for name, value in result.items():
+            magnitude = result.magnitudes[name]
+            size = value.abs().masked_fill(value.isinf(), 0.0)
+            assert (magnitude.bound >= size).all(), name
+            assert (magnitude.spread >= 0).all()
+            nothing = magnitude.bound == 0
+            assert torch.equal(nothing, magnitude.spread == 0), name
+            assert (size[nothing] == 0).all()
+
+
+def test_bf16_scores_round_in_fp32():
+    """A bf16 problem pays eps for P and dS and eps of fp32 for scores: its budget is not |x| times bf16."""
+    settings = {"scale": 4.0, "right": 0}
+    problem, inputs, dout = dense(3, dtype="bfloat16", **settings)
+    assert rounding_of(problem).ratio == 2.0**-16
+    grads = oracle.backward(problem, inputs, dout)
+    size = scores(inputs.q.double(), inputs.k.double(), problem)
+    assert size[size > -torch.inf].abs().max() > 60
+    dv = grads.magnitudes["dv"].bound
+    plain = by_head(dout.double(), 4).abs()
+    assert (dv <= 3 * plain.sum(2).amax()).all()
+
+
+def test_given_forward_has_no_error_of_its_own():
+    problem, inputs, dout = dense(4, dtype="bfloat16")
+    found = oracle.forward(problem, inputs)
+    own = oracle.backward(problem, inputs, dout).magnitudes["dq"].spread
+    given = oracle.backward(problem, inputs, dout, forward=(found.out, found.lse))
+    assert given.magnitudes["dq"].spread.norm() < own.norm()
