@@ -12,6 +12,7 @@ __all__ = ["ORDER", "PEERS", "Backend", "get"]
 
 # Fastest first; ``auto`` takes the first that supports the problem and makes the wanted claims.
 _OWN = {
+    "triton": "gradtruth.backends.triton",
     "reference": "gradtruth.backends.reference",
     "unfused": "gradtruth.backends.unfused",
 }
@@ -24,6 +25,7 @@ _PEERS = {
 }
 _PLACES = _OWN | _PEERS
 ORDER: tuple[str, ...] = (
+    "triton",
     "sdpa_flash",
     "reference",
     "unfused",

@@ -1,0 +1,1 @@
+"""The kernels. Importing this package imports Triton."""

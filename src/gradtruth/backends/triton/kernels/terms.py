@@ -1,0 +1,113 @@
+"""From q . k to the final scores, and the dropout mask: elementwise, for a tile in either orientation."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    """Two ulp: an odd polynomial under 0.625, else from exp. Source: Cephes, single/tanhf.c (S. Moshier)."""
+    size = tl.abs(x)
+    square = x * x
+    near = -5.70498872745e-3
+    near = near * square + 2.06390887954e-2
+    near = near * square - 5.37397155531e-2
+    near = near * square + 1.33314422036e-1
+    near = near * square - 3.33332819422e-1
+    near = near * square * x + x
+    far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
+    return tl.where(size < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def read_term(base, i, j, stride_i, stride_j, size_i, size_j, valid):
+    """Elements of bias or attention_mask; 0 where not valid or outside of it."""
+    inside = valid & (i >= 0) & (i < size_i) & (j >= 0) & (j < size_j)
+    at = base + i.to(tl.int64) * stride_i + j.to(tl.int64) * stride_j
+    return tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def scores(
+    s, i, j, valid, band, bias, mask, alibi, scale, softcap,
+    MASKED: tl.constexpr, PLAIN: tl.constexpr, BIAS: tl.constexpr, ARBITRARY: tl.constexpr,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The final scores of a tile.
+
+    Args:
+        s: q . k, fp32, [M, N] or [N, M].
+        i, j: query and key within the sequence, broadcastable to s.
+        valid: which of them belong to the sequence, broadcastable to s; read when MASKED.
+        band: diagonal, left, right.
+        bias, mask: pointer to the sequence's and head's first element, strides, sizes, index_q, index_kv.
+        alibi: the slope.
+        BIAS: 0 none, 1 before the scale, 2 after it.
+
+    Returns:
+        The scores times log2(e), or q . k untouched when PLAIN (the caller multiplies), -inf where hidden; the
+        derivative of the soft cap; and which pairs are visible.
+    """
+    diagonal, left, right = band
+    visible = valid
+    slope = 1.0
+    if MASKED:
+        visible = valid & (j <= i + (diagonal + right)) & (j >= i + (diagonal - left))
+        if ARBITRARY:
+            base, stride_i, stride_j, size_i, size_j, index_q, index_kv = mask
+            hidden = read_term(
+                base, i + index_q, j + index_kv, stride_i, stride_j, size_i, size_j, valid
+            )
+            visible = visible & (hidden == 0)
+    x = s
+    if not PLAIN:
+        added = 0.0
+        if BIAS != 0:
+            base, stride_i, stride_j, size_i, size_j, index_q, index_kv = bias
+            added = read_term(
+                base, i + index_q, j + index_kv, stride_i, stride_j, size_i, size_j, valid
+            ).to(tl.float32)
+        if BIAS == 1:
+            x += added
+        x *= scale
+        if SOFTCAP:
+            capped = tanh(x / softcap)
+            slope = 1.0 - capped * capped
+            x = capped * softcap
+        if BIAS == 2:
+            visible = visible & (added > float("-inf"))
+            x += added
+        if ALIBI:
+            x -= alibi * tl.abs(i + diagonal - j).to(tl.float32)
+        x *= LOG2E
+    if MASKED:
+        x = tl.where(visible, x, float("-inf"))
+    return x, slope, visible
+
+
+@triton.jit
+def kept(drop, offs_m, offs_n, start_n, QUADS: tl.constexpr):
+    """Which weights dropout keeps, [M, N]: the mask of core.dropout.
+
+    One Philox block serves four keys. QUADS: a tile starts at a multiple of four keys, so each is computed once.
+    """
+    seed, threshold, sequence, head, origin_q, origin_kv = drop
+    bound = threshold.to(tl.uint32, bitcast=True)
+    i = (offs_m + origin_q)[:, None]
+    if QUADS:
+        quads = (start_n + origin_kv) // 4 + tl.arange(0, offs_n.shape[0] // 4)
+        zero = tl.zeros([offs_m.shape[0], offs_n.shape[0] // 4], tl.int32)
+        a, b, c, d = tl.philox(seed, quads[None, :] + zero, i + zero, head + zero, sequence + zero)
+        return tl.interleave(tl.interleave(a, c), tl.interleave(b, d)) >= bound
+    else:
+        j = (offs_n + origin_kv)[None, :]
+        zero = tl.zeros([offs_m.shape[0], offs_n.shape[0]], tl.int32)
+        a, b, c, d = tl.philox(seed, (j >> 2) + zero, i + zero, head + zero, sequence + zero)
+        lane = j & 3
+        word = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
+        return word >= bound
