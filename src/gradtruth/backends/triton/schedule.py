@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from gradtruth.core.problem import Problem
 
-__all__ = ["Schedule", "Tile", "padded", "schedule"]
+__all__ = ["Schedule", "Tile", "padded", "schedule", "tiles_for"]
 
-_SMALL_SHARED = 160 * 1024  # bytes a block may use; consumer GPUs have about 100 KB
+_LARGE_SHARED = 160 * 1024  # bytes a block may use; consumer GPUs have about 100 KB
+_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,20 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A tile for every kernel; uses no number of sequences, so that bits do not depend on the batch."""
+    """A tile for every kernel; uses no number of sequences, so that bits do not depend on the batch.
+
+    Attributes:
+        forward, keys, queries, bias: of the kernels.
+        keys_alone: where dk and dv are computed in a launch each, the tile of both; else None.
+        rows: rows of a tile of the kernel before the backward.
+    """
 
     forward: Tile
     keys: Tile
     queries: Tile
     bias: Tile
-    rows: int
+    keys_alone: Tile | None = None
+    rows: int = _ROWS
 
 
 def padded(dim: int) -> int:
@@ -45,43 +52,67 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def _of(forward: Tile, keys: Tile, queries: Tile, keys_alone: Tile | None = None) -> Schedule:
+    # The bias kernel holds a tile of dS beside those of the queries' kernel.
+    bias = Tile(min(queries.block_m, 64), min(queries.block_n, 64), 4, 1)
+    return Schedule(forward=forward, keys=keys, queries=queries, bias=bias, keys_alone=keys_alone)
+
+
 # By padded head dim, for 16-bit inputs and a shared memory of 164 KB and more.
-_LARGE = {
-    64: (Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 3)),
-    128: (Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-    256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(128, 32, 8, 2)),
+_PLAIN = {
+    64: _of(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)),
+    128: _of(Tile(64, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 3)),
+    256: _of(
+        Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(128, 32, 8, 2), keys_alone=Tile(64, 128, 8, 1)
+    ),
 }
-# The same for about 100 KB.
+# The same where scores are more than q . k and a band: more registers, and tiles of bias and masks.
+_CHAINED = {
+    64: _of(Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(64, 64, 4, 2)),
+    128: _of(Tile(64, 64, 4, 2), Tile(32, 64, 4, 1), Tile(64, 64, 4, 1)),
+    256: _of(Tile(64, 32, 4, 1), Tile(32, 64, 8, 1), Tile(64, 32, 4, 1)),
+}
+# 16-bit inputs and a shared memory of about 100 KB.
 _SMALL = {
-    64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    128: (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 32, 4, 2)),
-    256: (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    64: _of(Tile(64, 64, 4, 2), Tile(32, 64, 4, 1), Tile(64, 64, 4, 1)),
+    128: _of(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    256: _of(Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
 }
 # fp32 inputs: every product has three passes, and operands are twice as large.
 _SINGLE = {
-    64: (Tile(64, 32, 4, 2), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
-    128: (Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
-    256: (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    64: _of(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
+    128: _of(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+    256: _of(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
-_INTERPRETED = (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(64, 64, 4, 1))
+_SINGLE_SMALL = {
+    64: _of(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    128: _of(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
+    256: _of(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
+_INTERPRETED = _of(Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1))
 
 
-@lru_cache(maxsize=4096)
 def schedule(problem: Problem, device: torch.device) -> Schedule:
     """The schedule of a problem on a device."""
-    widest = max(64, padded(problem.head_dim_qk), padded(problem.head_dim_v))
     if device.type != "cuda":
-        tiles = _INTERPRETED
-    elif problem.dtype == "float32":
-        tiles = _SINGLE[widest]
-    else:
-        properties = torch.cuda.get_device_properties(device)
-        large = properties.shared_memory_per_block_optin >= _SMALL_SHARED
-        tiles = (_LARGE if large else _SMALL)[widest]
-    forward, keys, queries = tiles
-    return Schedule(forward=forward, keys=keys, queries=queries, bias=_bias(queries), rows=64)
+        return _INTERPRETED
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return tiles_for(problem, large=shared >= _LARGE_SHARED)
 
 
-def _bias(queries: Tile) -> Tile:
-    """The bias kernel holds a tile of dS beside those of the queries' kernel."""
-    return Tile(min(queries.block_m, 64), queries.block_n, 4, 1)
+def tiles_for(problem: Problem, *, large: bool) -> Schedule:
+    """The schedule of a problem on a GPU.
+
+    Args:
+        problem: what is computed.
+        large: a block has at least 160 KB of shared memory.
+    """
+    spec = problem.spec
+    widest = max(64, padded(problem.head_dim_qk), padded(problem.head_dim_v))
+    if problem.dtype == "float32":
+        return (_SINGLE if large else _SINGLE_SMALL)[widest]
+    if not large:
+        return _SMALL[widest]
+    loads = spec.bias != "none" or spec.arbitrary or spec.lengths in ("padding_mask", "extents")
+    chained = loads or spec.dropout_p > 0 or spec.softcap is not None or spec.alibi
+    return (_CHAINED if chained else _PLAIN)[widest]

@@ -18,17 +18,18 @@ _FREE = [
 def backward_bias(
     Q, K, V, Dout, Level, Delta, Part, Where, Bias, Mask, HiddenQ, HiddenK, Slopes, Seed,
     q_sb, q_ss, q_sh, q_sd, k_sb, k_ss, k_sh, k_sd, v_sb, v_ss, v_sh, v_sd, do_sb, do_ss, do_sh, do_sd,
-    bias_sb, bias_sh, bias_si, bias_sj, bias_i, bias_j, mask_sb, mask_sh, mask_si, mask_sj, mask_i, mask_j,
+    bias_sb, bias_sh, bias_si, bias_sj, mask_sb, mask_sh, mask_si, mask_sj,
     hidden_q_sb, hidden_q_ss, hidden_k_sb, hidden_k_ss, slopes_sb, slopes_sh,
-    batch, heads, group_size, storage_q, length_q, length_kv, diagonal, left, right,
+    bias_i, bias_j, mask_i, mask_j, batch, heads, group_size, storage_q, length_q, length_kv, diagonal, left, right,
     scale, factor, softcap, threshold, inverse_keep,
     part_b, part_h, part_i, part_j, tiles_i, tiles_j, chunks, chunks_i,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
-    HOLES: tl.constexpr, BIAS: tl.constexpr, ARBITRARY: tl.constexpr, ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, QUADS: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, ALL_B: tl.constexpr, ALL_H: tl.constexpr, ALL_I: tl.constexpr,
-    ALL_J: tl.constexpr,
+    PLAIN: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, ARBITRARY: tl.constexpr,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, QUADS: tl.constexpr,
+    PRECISION: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr,
+    ALL_B: tl.constexpr, ALL_H: tl.constexpr, ALL_I: tl.constexpr, ALL_J: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Part is [chunks * chunks_i, part_b, part_h, part_i, part_j]; ALL_x: the bias has size 1 along x.
 
@@ -152,7 +153,7 @@ def backward_bias(
                 p = tl.exp2(x - level[:, None])
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if DROPOUT:
-                    dp = tl.where(kept(drop, offs_m, offs_n, start_n, QUADS), dp * inverse_keep, 0.0)
+                    dp = tl.where(kept(drop, offs_m, offs_n, start_n, QUADS and (ALIGNED or ALL_J)), dp * inverse_keep, 0.0)
                 ds = p * (dp - delta[:, None])
                 if BIAS == 1:
                     if SOFTCAP:

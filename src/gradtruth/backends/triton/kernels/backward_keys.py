@@ -90,16 +90,15 @@ def backward_keys(
     Q, K, V, Dout, Level, Delta, DK, DV_, Where, Ends, Bias, Mask, HiddenQ, HiddenK, Slopes, Seed,
     q_sb, q_ss, q_sh, q_sd, k_sb, k_ss, k_sh, k_sd, v_sb, v_ss, v_sh, v_sd, do_sb, do_ss, do_sh, do_sd,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
-    bias_sb, bias_sh, bias_si, bias_sj, bias_i, bias_j, mask_sb, mask_sh, mask_si, mask_sj, mask_i, mask_j,
+    bias_sb, bias_sh, bias_si, bias_sj, mask_sb, mask_sh, mask_si, mask_sj,
     hidden_q_sb, hidden_q_ss, hidden_k_sb, hidden_k_ss, slopes_sb, slopes_sh,
-    batch, heads, groups, tiles, storage_q, storage_kv, length_q, length_kv, diagonal, left, right,
+    bias_i, bias_j, mask_i, mask_j, batch, heads, groups, tiles, storage_q, storage_kv, length_q, length_kv, diagonal, left, right,
     scale, factor, softcap, threshold, inverse_keep,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
-    HOLES: tl.constexpr, PLAIN: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
-    ARBITRARY: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, QUADS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+    PLAIN: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, ARBITRARY: tl.constexpr,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, QUADS: tl.constexpr,
+    PRECISION: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
 ):  # fmt: skip
     n, g, tile, count = tile_of(Ends, batch, tl.program_id(0), tiles, groups, PACKED)
     if n < 0:

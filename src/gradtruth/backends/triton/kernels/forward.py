@@ -78,16 +78,15 @@ def forward(
     Q, K, V, Out, Lse, Where, Ends, Bias, Mask, HiddenQ, HiddenK, Slopes, Sink, Seed, Top,
     q_sb, q_ss, q_sh, q_sd, k_sb, k_ss, k_sh, k_sd, v_sb, v_ss, v_sh, v_sd,
     o_sb, o_ss, o_sh, lse_sb, lse_sh, lse_ss,
-    bias_sb, bias_sh, bias_si, bias_sj, bias_i, bias_j, mask_sb, mask_sh, mask_si, mask_sj, mask_i, mask_j,
+    bias_sb, bias_sh, bias_si, bias_sj, mask_sb, mask_sh, mask_si, mask_sj,
     hidden_q_sb, hidden_q_ss, hidden_k_sb, hidden_k_ss, slopes_sb, slopes_sh,
-    batch, heads, group_size, tiles, storage_q, length_q, length_kv, diagonal, left, right,
+    bias_i, bias_j, mask_i, mask_j, batch, heads, group_size, tiles, storage_q, length_q, length_kv, diagonal, left, right,
     scale, factor, softcap, threshold, inverse_keep,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
-    HOLES: tl.constexpr, PLAIN: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
-    ARBITRARY: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
-    DROPOUT: tl.constexpr, QUADS: tl.constexpr, TOP: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PLAIN: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, ARBITRARY: tl.constexpr,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, QUADS: tl.constexpr,
+    PRECISION: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, SINK: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
     n, h, tile, _ = tile_of(Ends, batch, tl.program_id(0), tiles, heads, PACKED)
     if n < 0:
