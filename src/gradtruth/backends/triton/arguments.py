@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtruth.backends.triton.compiled import Kernel
+from gradtruth.backends.triton.kernels.sequences import sequences
 from gradtruth.backends.triton.schedule import Schedule, Tile, padded, schedule
 from gradtruth.core.dropout import threshold
 from gradtruth.core.extents import resolve
@@ -16,7 +18,9 @@ from gradtruth.core.problem import Problem
 from gradtruth.core.spec import Layout
 from gradtruth.core.tensors import Inputs
 
-__all__ = ["Call", "lse_strides", "strides_of"]
+__all__ = ["ALONE", "FORWARD", "KEYS", "QUERIES", "Call", "lse_strides", "strides_of"]
+
+FORWARD, QUERIES, KEYS, ALONE = range(4)  # indices into Schedule.blocks
 
 _LOG2E = 1.4426950408889634
 _UNLIMITED = 2**30
@@ -48,6 +52,7 @@ class Plan:
     constants: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
 
+_sequences = Kernel(sequences)
 _plans: OrderedDict[tuple[int, torch.device], Plan] = OrderedDict()
 
 
@@ -146,7 +151,7 @@ class Call:
     Attributes:
         problem, inputs, device, plan: what is computed.
         qkv, qkv_strides: q, k, v with 12 strides.
-        where: packed extents, int32 [11, B].
+        where: packed extents, int32 [11, B], for thd followed by the ends of tiles; q for full sequences.
         terms, term_strides: bias, attention_mask, padding masks, slopes; and their strides.
         term_sizes: rows and columns of bias and attention_mask.
         sink, seed: the tensors.
@@ -162,12 +167,49 @@ class Call:
             *strides_of(q, layout), *strides_of(inputs.k, layout), *strides_of(inputs.v, layout),
         )  # fmt: skip
         self.wide = _WIDEST * max(self.qkv_strides) >= _INT32
-        self.where = resolve(problem, inputs).pack() if problem.spec.ragged else q
+        self.where = self._located() if problem.spec.ragged else q
         sink, seed = inputs.softmax_offset, inputs.dropout_seed
         self.sink = q if sink is None else sink
         self.seed = q if seed is None else seed
         self.holes = 0
         self._read_terms(q)
+
+    def _located(self) -> Tensor:
+        """The packed extents, with the ends of the tiles of the four kernels in four more rows."""
+        problem, inputs, plan = self.problem, self.inputs, self.plan
+        blocks = plan.schedule.blocks
+        if problem.spec.lengths != "cu_seqlens" or not problem.batch:
+            packed = resolve(problem, inputs).pack()
+            if problem.spec.layout != "thd":
+                return packed
+            length_q, length_kv = packed[1], packed[3]
+            ends = [
+                ((length + (block - 1)) // block).cumsum(0, dtype=torch.int32)
+                for length, block in zip((length_q, length_q, length_kv, length_kv), blocks, strict=True)
+            ]
+            return torch.cat((packed, torch.stack(ends)))
+        cu = (inputs.cu_seqlens_q, inputs.cu_seqlens_kv)
+        offsets = (
+            cu[0] if inputs.cu_seqlens_q_padded is None else inputs.cu_seqlens_q_padded,
+            cu[1] if inputs.cu_seqlens_kv_padded is None else inputs.cu_seqlens_kv_padded,
+        )
+        where = torch.empty((15, problem.batch), dtype=torch.int32, device=self.device)
+        known = plan.constants.get(("sequences",))
+        if known is None:
+            known = plan.constants["sequences",] = {
+                "PACKED": problem.spec.layout == "thd",
+                "BOTTOM_RIGHT": problem.spec.alignment == "bottom_right",
+                "BLOCK": 256,
+                "num_warps": 4,
+            }
+        _sequences(
+            1,
+            (*cu, *offsets, where),
+            tuple(x.stride(0) for x in (*cu, *offsets)),
+            (problem.batch, problem.seqlen_q, problem.seqlen_kv, *plan.lengths[:2], *blocks),
+            known,
+        )
+        return where
 
     def _read_terms(self, none: Tensor) -> None:
         given, spec = self.inputs, self.problem.spec
@@ -195,17 +237,15 @@ class Call:
         self.term_strides = (*bias_strides, *mask_strides, *hidden_strides, *slope_strides)
         self.term_sizes = (*bias_sizes, *mask_sizes)
 
-    def tiles(self, side: int, block: int) -> tuple[int, Tensor]:
-        """Tiles of queries (0) or keys (1) per (sequence, head), for thd of all sequences; and how they add up.
+    def tiles(self, kernel: int) -> tuple[int, Tensor]:
+        """Tiles of a kernel (an index into ``Schedule.blocks``) per (sequence, head), for thd of all sequences.
 
-        The number of thd tiles is a bound: the host does not know the lengths.
+        The number of thd tiles is a bound, for the host does not know the lengths; the tensor says how they add up.
         """
-        problem = self.problem
-        tiles = -(-(problem.seqlen_kv if side else problem.seqlen_q) // block)
+        problem, block = self.problem, self.plan.schedule.blocks[kernel]
+        tiles = -(-(problem.seqlen_q if kernel < KEYS else problem.seqlen_kv) // block)
         if problem.spec.layout == "thd":
-            lengths = self.where[3 if side else 1]
-            ends = ((lengths + (block - 1)) // block).cumsum(0, dtype=torch.int32)
-            return tiles + problem.batch, ends
+            return tiles + problem.batch, self.where[11 + kernel]
         # A sequence that starts within its storage row has its tiles counted from there.
         shifted = problem.spec.lengths in ("padding_mask", "extents")
         return tiles + shifted, self.inputs.q

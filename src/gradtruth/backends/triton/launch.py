@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtruth.backends.triton.arguments import Call, lse_strides, strides_of
+from gradtruth.backends.triton.arguments import (
+    ALONE,
+    FORWARD,
+    KEYS,
+    QUERIES,
+    Call,
+    lse_strides,
+    strides_of,
+)
 from gradtruth.backends.triton.compiled import Kernel
 from gradtruth.backends.triton.kernels.backward_bias import backward_bias
 from gradtruth.backends.triton.kernels.backward_keys import backward_keys
@@ -41,7 +49,7 @@ def attend(problem: Problem, inputs: Inputs) -> Forward:
     if spec.layout == "thd":
         out.zero_()
         lse.fill_(-torch.inf)
-    tiles, ends = call.tiles(0, tile.block_m)
+    tiles, ends = call.tiles(FORWARD)
     programs = call.programs(tiles, heads)
     top = inputs.q
     if spec.max_logit:
@@ -131,7 +139,7 @@ class Backward(Call):
         problem, layout = self.problem, self.problem.spec.layout
         to_k = self.fresh(self.inputs.k) if dk else self.inputs.k
         to_v = self.fresh(self.inputs.v) if dv else self.inputs.v
-        tiles, ends = self.tiles(1, tile.block_n)
+        tiles, ends = self.tiles(KEYS if tile is self.plan.schedule.keys else ALONE)
         programs = self.programs(tiles, problem.num_gqa_groups)
         if programs and problem.batch:
             _keys(
@@ -156,7 +164,7 @@ class Backward(Call):
         sink = wanted.dsoftmax_offset and given
         if not (wanted.dq or sink):
             return None, None
-        tiles, ends = self.tiles(0, tile.block_m)
+        tiles, ends = self.tiles(QUERIES)
         programs = self.programs(tiles, problem.num_heads)
         to_q, share = self.inputs.q, self.shared[4]
         if wanted.dq:

@@ -46,6 +46,12 @@ class Schedule:
     keys_alone: Tile | None = None
     rows: int = _ROWS
 
+    @property
+    def blocks(self) -> tuple[int, int, int, int]:
+        """Rows of a tile of the forward, queries, keys and keys_alone."""
+        alone = self.keys if self.keys_alone is None else self.keys_alone
+        return self.forward.block_m, self.queries.block_m, self.keys.block_n, alone.block_n
+
 
 def padded(dim: int) -> int:
     """The head dim that a kernel computes with: a power of two, at least 16."""
