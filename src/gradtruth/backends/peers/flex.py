@@ -333,11 +333,11 @@ def _with_sink(
     logit = _sink_logit(problem, inputs, lse.dtype)
     seen = lse > -torch.inf
     finite = lse.masked_fill(~seen, 0.0)
-    # ln(1 + e^x): the share of a faint sink, e^x, stays exact in it and in its gradient.
-    grown = softplus(logit - finite)
+    # e^-softplus(x) is 1 / (1 + e^x), and the gradient of a faint sink, e^x, stays exact in it.
+    share = torch.exp(-softplus(logit - finite))
     valid = (places.sequence_q >= 0)[:, None]
     bare = torch.where(valid, logit.detach(), -torch.inf)
-    return out * torch.exp(-grown)[..., None], torch.where(seen, finite + grown, bare)
+    return out * share[..., None], torch.where(seen, torch.logaddexp(finite, logit), bare)
 
 
 def _sink_logit(problem: Problem, inputs: Inputs, dtype: torch.dtype) -> Tensor:
