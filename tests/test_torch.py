@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -219,6 +220,29 @@ def test_compile_follows_use() -> None:
         gradtruth.attention(q, k, v, backend="reference"),
         gradtruth.attention(q, k, v, backend="unfused"),
     )
+
+
+def test_compile_before_the_first_use_of_a_thread_follows_it() -> None:
+    import threading
+
+    torch._dynamo.reset()
+    q, k, v = qkv(200, 200, torch.bfloat16)
+    found: list[bool] = []
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return gradtruth.attention(q, k, v)
+
+    def fresh() -> None:
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        compiled(q, k, v)
+        with gradtruth.use(backend="unfused"):
+            expected = gradtruth.attention(q, k, v, backend="unfused")
+            found.append(torch.equal(compiled(q, k, v), expected))
+
+    thread = threading.Thread(target=fresh)
+    thread.start()
+    thread.join()
+    assert found == [True]
 
 
 def test_compiled_module() -> None:
@@ -511,6 +535,17 @@ def test_backward_outside_and_inside_autocast_is_the_same() -> None:
     assert equal(inside, gradients(out, q, k, v))
 
 
+def test_functional_pair_under_autocast() -> None:
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse, _ = gradtruth.attention_forward(q, k, v)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+        found = gradtruth.attention_backward(weight, q, k, v, out, lse)[:3]
+        expected = gradients(gradtruth.attention(q, k, v), q, k, v)
+    assert [grad.dtype for grad in found if grad is not None] == [q.dtype] * 3
+    assert equal(found, expected)
+
+
 # ---------------------------------------------------------------- choosing
 
 
@@ -525,6 +560,22 @@ def test_use_is_scoped_and_survives_errors() -> None:
         assert chosen(q, k, v) == "unfused"
         assert chosen(q, k, v, backend="reference") == "reference"
     assert chosen(q, k, v) == chosen(q, k, v, backend="auto")
+
+
+def test_use_that_ends_out_of_order_leaves_nothing() -> None:
+    q, k, v = qkv()
+    before = chosen(q, k, v)
+
+    def suspended() -> Generator[None]:
+        with gradtruth.use(backend="flex"):
+            yield
+
+    held = suspended()
+    next(held)
+    with gradtruth.use(backend="unfused"):
+        held.close()
+        assert chosen(q, k, v) == "unfused"
+    assert chosen(q, k, v) == before
 
 
 def test_use_holds_for_one_thread() -> None:

@@ -77,7 +77,7 @@ def rounded(problem, inputs, dout, rounder, given=None):
 def rounded_scores(problem, q, k, rounder):
     """Final scores and the softcap's derivative."""
     cap = problem.spec.softcap
-    x = problem.scale * (q @ k.mT + rounder.fine(q.abs() @ k.mT.abs()))
+    x = problem.scale * (rounder.product(q, k.mT) + rounder.fine(q.abs() @ k.mT.abs()))
     x = x + rounder.fine(2 * x.abs())
     slope = torch.ones_like(x)
     if cap is not None:

@@ -23,6 +23,7 @@ from gradtruth.arguments.tensors import (
 )
 from gradtruth.core.mask import Alignment, MaskType, band_of, parse_mask_type
 from gradtruth.core.spec import Layout, Lengths, Softmax, Spec
+from gradtruth.core.strict import shown
 from gradtruth.errors import InvalidProblem
 
 __all__ = ["spec_of"]
@@ -115,9 +116,15 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise InvalidProblem(f"{name} is {value!r}, expected a finite number")
-    return float(value)
+    try:
+        number = (
+            math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+        )
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise InvalidProblem(f"{name} is {shown(value)}, expected a finite number")
+    return number
 
 
 def _positive(name: str, value: object) -> float | None:

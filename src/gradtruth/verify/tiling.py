@@ -158,7 +158,7 @@ def _backward(
             _add(part, name, whole, grad)
     found = {name: grad.to(getattr(inputs, name[1:]).dtype) for name, grad in total.items()}
     if sample.wanted.dsoftmax_offset and inputs.softmax_offset is not None:
-        found["dsoftmax_offset"] = _sink_gradient(sample, backend, results, bare_lse).float()
+        found["dsoftmax_offset"] = _sink_gradient(sample, results, bare_lse).float()
     return found
 
 
@@ -189,7 +189,7 @@ def _add(part: Tile, name: str, whole: Tensor, grad: Tensor) -> None:
 
 
 def _sink_gradient(
-    sample: Sample, backend: Backend, results: dict[str, Tensor], bare_lse: Tensor
+    sample: Sample, results: dict[str, Tensor], bare_lse: Tensor
 ) -> Tensor:
     layout = sample.problem.spec.layout
     wide = sample.problem.accumulate_dtype
@@ -198,16 +198,4 @@ def _sink_gradient(
     if sample.dlse is not None:
         delta = delta - canonical_lse(sample.dlse, layout)
     lse = canonical_lse(results["lse"], layout)
-    seen = _seen(sample, backend, bare_lse)
-    return sink_gradient(lse, delta, _sink(sample.problem, sample.inputs), seen)
-
-
-def _seen(sample: Sample, backend: Backend, bare_lse: Tensor) -> Tensor:
-    """Rows with a visible key, [B', H, S]: those with an lse, but for keys that a pre-scale bias weighs with 0."""
-    problem, spec = sample.problem, sample.problem.spec
-    if spec.bias != "pre_scale" or spec.softcap is not None:
-        return bare_lse > -torch.inf
-    spec = replace(spec, bias="none", softmax="vanilla")
-    inputs = replace(sample.inputs, bias=None, softmax_offset=None)
-    without = Problem.of(spec, inputs, problem.max_seqlen_q, problem.max_seqlen_kv)
-    return canonical_lse(backend.forward(without, inputs).lse, spec.layout) > -torch.inf
+    return sink_gradient(lse, delta, _sink(sample.problem, sample.inputs), bare_lse > -torch.inf)
