@@ -523,3 +523,22 @@ def test_a_seed_is_checked_after_a_legal_one_of_the_same_problem(seed: int) -> N
     gradtruth.attention(**dense(), dropout_p=0.5, dropout_seed=1)
     with pytest.raises(InvalidProblem, match="dropout_seed"):
         gradtruth.attention(**dense(), dropout_p=0.5, dropout_seed=seed)
+
+
+@pytest.mark.parametrize("value", [1e39, -1e39, 10**400])
+def test_scales_beyond_fp32_are_named(value: float) -> None:
+    for name in ("softmax_scale", "softcap"):
+        arguments = dense(**{name: value})
+        with pytest.raises(InvalidProblem, match=name):
+            gradtruth.attention(
+                arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments
+            )
+
+
+@pytest.mark.parametrize("pair", [("auto", "reference"), ("reference", "auto"), "reference,"])
+def test_pairs_name_two_backends(pair: object) -> None:
+    arguments = dense(backend=pair)
+    with pytest.raises(InvalidProblem, match="backend is"):
+        gradtruth.attention(
+            arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments
+        )

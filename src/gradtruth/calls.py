@@ -7,7 +7,6 @@ travels on as an argument.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, cast
@@ -25,6 +24,7 @@ from gradtruth.arguments import (
     spec_of,
 )
 from gradtruth.backends.select import Selection
+from gradtruth.core.recent import Recent
 from gradtruth.core.tensors import Forward
 from gradtruth.errors import InvalidProblem
 from gradtruth.ops import Plan, attend, attend_backward, is_plain, metadata, plan_of
@@ -45,7 +45,6 @@ class Policy(NamedTuple):
 
 _LSE_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GRADIENTS = ("dq", "dk", "dv", "dbias", "dsoftmax_offset")
-_CACHE_SIZE = 4096
 
 # ---------------------------------------------------------------- what is not an argument
 
@@ -89,11 +88,11 @@ def _joined(backend: object) -> str:
     if (
         isinstance(backend, tuple | list)
         and len(backend) == 2
-        and all(isinstance(b, str) for b in backend)
+        and all(isinstance(b, str) and b != "auto" for b in backend)
     ):
         return ",".join(backend)
     raise InvalidProblem(
-        f"backend is {backend!r}, expected 'auto', a backend's name, or a pair (forward, backward)"
+        f"backend is {backend!r}, expected 'auto', a backend's name, or a pair of names (forward, backward)"
     )
 
 
@@ -144,7 +143,7 @@ def _tf32(tensors: TensorArguments) -> bool:
 
 # ---------------------------------------------------------------- the calls
 
-_prepared: OrderedDict[tuple, Plan] = OrderedDict()
+_prepared: Recent[Plan] = Recent(4096)
 
 
 def run_forward(
@@ -179,7 +178,8 @@ def run_backward(
         raise InvalidProblem(
             f"output_mask is {output_mask!r}, expected five bools: dq, dk, dv, dbias, dsoftmax_offset"
         )
-    plan, call, inputs = _prepare(tensors, options, policy)
+    with torch.no_grad():
+        plan, call, inputs = _prepare(tensors, options, policy)
     # Under autocast the forward that made out computed in its dtype.
     query, value = cast("Tensor", inputs[0]), cast("Tensor", inputs[2])
     forward, dout, dlse = _checked_forward(query, value, options.qkv_format, given)
@@ -261,7 +261,7 @@ def _prepare(
     tensors = _autocast(tensors)
     if not policy.settled and _tf32(tensors):
         options = options._replace(allow_tf32=True)
-    plain = is_plain(tensors.query, tensors.key, tensors.value)
+    plain = is_plain(*tensors)
     if plain:
         plan = _plan(tensors, options, name)
         spec, bounds = plan.spec, plan.bounds
@@ -287,10 +287,8 @@ def _plan(tensors: TensorArguments, options: Options, backend: str) -> Plan:
         key = (options, kinds, backend, *map(_described, tensors))
         found = _prepared.get(key)
     except (TypeError, AttributeError, RuntimeError):
-        key, found = (
-            None,
-            None,
-        )  # an argument of a wrong type or without strides, which spec_of names
+        # An argument of a wrong type or without strides, which spec_of names.
+        key, found = None, None
     if found is not None:
         return found
     spec = spec_of(options, tensors)
@@ -299,9 +297,7 @@ def _plan(tensors: TensorArguments, options: Options, backend: str) -> Plan:
     seeded = tensors if tensors.dropout_seed is not None else tensors._replace(dropout_seed=0)
     plan = plan_of(spec, backend, bounds, inputs_of(options, seeded))
     if key is not None:
-        _prepared[key] = plan
-        while len(_prepared) > _CACHE_SIZE:
-            _prepared.popitem(last=False)
+        _prepared.put(key, plan)
     return plan
 
 

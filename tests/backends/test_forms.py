@@ -15,13 +15,14 @@ from gradtruth.verify.recipe import Recipe
 from gradtruth.verify.suite import suite
 
 CPU = torch.device("cpu")
-CHUNKS = 8
+CHUNKS = 4
 SAME_BITS = ("reference", "unfused")
+SLOW = ("flex",)  # traced anew for every problem: on the first two batches of a chunk
 DENSE = [
     recipe
     for recipe in suite().recipes
     if recipe.problem.layout != "thd" and recipe.problem.spec.ragged and recipe.problem.batch > 1
-][::6]
+][::12]
 
 
 def forms(recipe: Recipe) -> dict[str, Recipe]:
@@ -100,10 +101,12 @@ def parts(recipe: Recipe, results: dict[str, torch.Tensor]) -> dict[str, torch.T
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_form_of_a_batch_gives_the_same(chunk, backend_names):
     wrong = []
-    for recipe in DENSE[chunk::CHUNKS]:
+    for place, recipe in enumerate(DENSE[chunk::CHUNKS]):
         given = {name: (form, make(form)) for name, form in forms(recipe).items()}
         truth = {name: truth_of(sample) for name, (_, sample) in given.items()}
         for backend in map(get, backend_names):
+            if backend.name in SLOW and place > 1:
+                continue
             able = {
                 name: pair for name, pair in given.items() if backend.supports(pair[1].problem, CPU).ok
             }

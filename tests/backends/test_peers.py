@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 
@@ -182,10 +183,10 @@ def test_flash_sums_in_fp32(dtype):
 
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_math", "flex"])
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
-@pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0)])
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0), (3, 4)])
 def test_nothing_to_attend(name, layout, sizes):
     lengths = "cu_seqlens" if layout == "thd" else "full"
-    for batch in (0, 2):
+    for batch in (0,) if all(sizes) else (0, 2):
         S, T = sizes
         cu = torch.zeros(batch + 1, dtype=torch.int32) if layout == "thd" else None
         make = {"bshd": (batch, -1, 2, 4), "sbhd": (-1, batch, 2, 4), "thd": (-1, 2, 4)}[layout]
@@ -237,12 +238,29 @@ def test_causal_with_any_scale(scale):
             check(name, case)
 
 
+def test_how_the_scale_is_split():
+    for scale in (0.3, -0.3, 0.125, 0.0, 1e-30):
+        for dtype in ("float32", "bfloat16"):
+            factor, power = cpu._split(draw(0, dtype=dtype, scale=scale).problem)
+            assert factor * power == scale
+            assert power > 0
+            if dtype == "bfloat16":
+                assert factor in (-1.0, 0.0, 1.0)
+            else:
+                assert math.log2(power).is_integer()
+                assert 1 <= abs(factor) < 2 or scale == 0
+
+
 def test_lengths_are_clamped_to_the_given_maximum():
     case = draw(8, batch=2, sizes=(12, 12), right=0)
-    problem = replace(case.problem, max_seqlen_q=7, max_seqlen_kv=9)
-    sides = [replace(side, length=[n, n]) for side, n in ((case.queries, 7), (case.keys, 9))]
-    for name in ("sdpa_flash", "sdpa_math", "flex"):
-        check(name, replace(case, problem=problem, queries=sides[0], keys=sides[1]))
+    for longest in ((7, 12), (12, 9)):
+        problem = replace(case.problem, max_seqlen_q=longest[0], max_seqlen_kv=longest[1])
+        queries, keys = (
+            replace(side, length=[n, n])
+            for side, n in zip((case.queries, case.keys), longest, strict=True)
+        )
+        for name in ("sdpa_flash", "sdpa_math", "flex"):
+            check(name, replace(case, problem=problem, queries=queries, keys=keys))
 
 
 def test_a_sink_without_keys():
@@ -432,6 +450,17 @@ def test_only_what_is_wanted(name):
         wanted = Wanted(**{k: k == key for k in ("dq", "dk", "dv", "dbias", "dsoftmax_offset")})
         grads = backend.backward(case.problem, case.inputs, forward, case.dout, None, wanted)
         assert [k for k, _ in grads.items()] == ([key] if key else [])
+
+
+def test_a_gradient_of_lse_where_only_dv_is_wanted():
+    # lse does not depend on v, so autograd has nothing to start from.
+    case = draw(4, lse_grad=True)
+    backend = get("flex")
+    forward = backend.forward(case.problem, case.inputs)
+    wanted = Wanted(dq=False, dk=False)
+    grads = backend.backward(case.problem, case.inputs, forward, case.dout, case.dlse, wanted)
+    value, magnitude = answer(case)
+    compare("dv", grads.dv, value["dv"], magnitude["dv"], case.problem)
 
 
 REFUSALS = {

@@ -14,9 +14,9 @@ from gradtruth.verify.suite import suite
 from gradtruth.verify.tiling import run_tiled, tile_cover
 
 CPU = torch.device("cpu")
-CHUNKS = 16
+CHUNKS = 8
 SLACK = 4.0  # every part is rounded once more, and so is every merge
-RECIPES = suite().recipes[::8]
+RECIPES = suite().recipes[::13]
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -42,7 +42,7 @@ def test_tiles_make_the_whole(chunk, backend_names, poisoned_memory):
 
 def test_the_covers_cut_every_axis_and_count_every_pair_once():
     cut = {"sequences": 0, "groups": 0, "queries": 0, "keys": 0}
-    for recipe in RECIPES[::4]:
+    for recipe in RECIPES[::2]:
         sample = make(recipe)
         whole = resolve(sample.problem, sample.inputs)
         pairs = int((whole.length_q.long() * whole.length_kv).sum()) * sample.problem.num_heads

@@ -1,4 +1,4 @@
-"""Checks that read values: cu_seqlens and padding masks. On a GPU each waits for the device, so they are opt-in there."""
+"""Checks that read values: cu_seqlens and padding masks. On a GPU each waits for the device: opt-in there."""
 
 from __future__ import annotations
 

@@ -28,6 +28,8 @@ from gradtruth.errors import InvalidProblem
 
 __all__ = ["spec_of"]
 
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
 
 def spec_of(options: Options, tensors: TensorArguments) -> str:
     """Check options and the tensors' metadata against each other and say what is to be computed.
@@ -122,8 +124,8 @@ def _number(name: str, value: object) -> float:
         )
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise InvalidProblem(f"{name} is {shown(value)}, expected a finite number")
+    if not abs(number) <= _LARGEST:
+        raise InvalidProblem(f"{name} is {shown(value)}, expected a finite number, in fp32 too")
     return number
 
 
@@ -131,8 +133,10 @@ def _positive(name: str, value: object) -> float | None:
     if value is None:
         return None
     number = _number(name, value)
-    if number <= 0:
-        raise InvalidProblem(f"{name} is {value!r}, expected a positive number or None")
+    if number < _SMALLEST:
+        raise InvalidProblem(
+            f"{name} is {value!r}, expected a positive number (in fp32 too) or None"
+        )
     return number
 
 

@@ -238,7 +238,9 @@ def _attention_mask(recipe: Recipe, places: tuple[Place, ...], device: Device) -
     drawn = _scattered(recipe, places, shape, "attention_mask", device, family="closed_form")
     masked = drawn > _MASKED
     if shape[2] > 1 and shape[3] > 1:
-        rows = _scattered(recipe, places, (*shape[:3], 1), "masked_rows", device, family="closed_form")
+        rows = _scattered(
+            recipe, places, (*shape[:3], 1), "masked_rows", device, family="closed_form"
+        )
         masked |= rows > _WHOLE
     return masked & (shape != (1, 1, 1, 1))
 

@@ -162,7 +162,7 @@ class Sequence:
         tanh = slope = None
         if spec.softcap is not None:
             tanh = torch.tanh(x / spec.softcap)
-            slope = 1 - tanh * tanh
+            slope = torch.cosh(x / spec.softcap) ** -2  # 1 - tanh^2 cancels where tanh saturates
             x = spec.softcap * tanh
         # The scale itself is rounded, exp may be computed as exp2, and D partial sums are of this size.
         share = 2.0 + math.sqrt(problem.head_dim_qk / 12)

@@ -62,14 +62,19 @@ def tile_cover(problem: Problem, inputs: Inputs, seed: int) -> Iterator[Tile]:
             for query_range in queries:
                 for key_range in keys:
                     part, given = tile(
-                        problem, inputs, sequences=(first, last), groups=groups, queries=query_range, keys=key_range
+                        problem,
+                        inputs,
+                        sequences=(first, last),
+                        groups=groups,
+                        queries=query_range,
+                        keys=key_range,
                     )
                     heads = slice(groups[0] * problem.group_size, groups[1] * problem.group_size)
                     yield Tile(part, given, slice(first, last), heads, slice(*groups))
 
 
 def _ranges(count: int, rng: random.Random) -> list[tuple[int, int]]:
-    if count < 2 or rng.random() < 0.4:
+    if count < 2 or rng.random() < 0.6:
         return [(0, count)]
     cut = rng.randint(1, count - 1)
     return [(0, cut), (cut, count)]
@@ -77,7 +82,7 @@ def _ranges(count: int, rng: random.Random) -> list[tuple[int, int]]:
 
 def _cuts(lengths: Tensor, rng: random.Random) -> list[Range]:
     """One or two cuts of every sequence at random places."""
-    shares = sorted(rng.random() for _ in range(rng.choice((1, 1, 2))))
+    shares = sorted(rng.random() for _ in range(rng.choice((1, 1, 1, 2))))
     ends = [
         torch.tensor([round(share * n) + rng.randint(-2, 2) for n in lengths.tolist()]).clamp(min=0)
         for share in shares
@@ -154,7 +159,9 @@ def _backward(
         grads = backend.backward(part.problem, part.inputs, forward, dout, dlse, wanted)
         for name, grad in grads.items():
             like = getattr(inputs, name[1:])
-            whole = total.setdefault(name, torch.zeros(like.shape, dtype=torch.float64, device=like.device))
+            whole = total.setdefault(
+                name, torch.zeros(like.shape, dtype=torch.float64, device=like.device)
+            )
             _add(part, name, whole, grad)
     found = {name: grad.to(getattr(inputs, name[1:]).dtype) for name, grad in total.items()}
     if sample.wanted.dsoftmax_offset and inputs.softmax_offset is not None:
@@ -188,9 +195,7 @@ def _add(part: Tile, name: str, whole: Tensor, grad: Tensor) -> None:
     canonical(whole, layout)[part.rows, :, heads] += canonical(grad, layout).double()
 
 
-def _sink_gradient(
-    sample: Sample, results: dict[str, Tensor], bare_lse: Tensor
-) -> Tensor:
+def _sink_gradient(sample: Sample, results: dict[str, Tensor], bare_lse: Tensor) -> Tensor:
     layout = sample.problem.spec.layout
     wide = sample.problem.accumulate_dtype
     product = canonical(sample.dout, layout).to(wide) * canonical(results["out"], layout).to(wide)

@@ -305,16 +305,18 @@ def _compiled(
     block_mask = flex.create_block_mask(
         mask_mod, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device=q.device
     )
-    out, stats = _compiled_function()(
-        q,
-        k,
-        v,
-        score_mod,
-        block_mask,
-        scale=problem.scale,
-        enable_gqa=problem.group_size > 1,
-        return_aux=flex.AuxRequest(lse=True, max_scores=True),
-    )
+    # Every kind of problem is one compilation of the same function; beyond a few torch would give up compiling.
+    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+        out, stats = _compiled_function()(
+            q,
+            k,
+            v,
+            score_mod,
+            block_mask,
+            scale=problem.scale,
+            enable_gqa=problem.group_size > 1,
+            return_aux=flex.AuxRequest(lse=True, max_scores=True),
+        )
     return out, stats.lse, stats.max_scores
 
 
@@ -322,7 +324,7 @@ def _compiled(
 def _compiled_function() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 def _with_sink(

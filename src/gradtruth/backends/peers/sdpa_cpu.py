@@ -133,7 +133,7 @@ def _split(problem: Problem) -> tuple[float, float]:
 
 
 def _operands(problem: Problem, inputs: Inputs, factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """factor * q, k, v as [B', H, S, D] in the accumulation dtype, with strides that matrix products take."""
+    """factor * q, k, v as [B', H, S, D] in the accumulation dtype, rows contiguous."""
     layout, wide = problem.spec.layout, problem.accumulate_dtype
     q = _as(heads_first(inputs.q, layout), wide)
     k = _as(heads_first(inputs.k, layout), wide)
@@ -149,10 +149,8 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _for_products(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy when its rows are not contiguous or overlap."""
-    row, element = tensor.stride()[2:]
-    columns = tensor.shape[3]
-    if (element == 1 or columns == 1) and row >= columns:
+    """The tensor itself, or a copy when its rows are not contiguous, which the kernel takes for granted."""
+    if tensor.stride(3) == 1 or tensor.shape[3] == 1:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
