@@ -11,7 +11,9 @@ that differ in scale.
     python examples/report_d256_batch.py --case CASE.safetensors      a captured sbhd causal case
 
 A tensor is right when its error is at most twice that of plain rounding on the same input (the backend "unfused"),
-plus one rounding of the result. Exit code: 0 all right, 1 something is wrong, 2 the case is not of this kind, 3 a named backend refuses.
+plus one rounding of the result.
+
+Exit code: 0 all right, 1 something is wrong, 2 the case is not of this kind, 3 a named backend refuses.
 """
 
 from __future__ import annotations

@@ -264,6 +264,13 @@ WRONG = {
         ("attention_mask", "3 parts", "two"),
     ),
     "max_seqlen_small": Wrong(lambda: padded(max_seqlen_q=1), ("max_seqlen_q", "1", "2")),
+    "max_seqlen_under_a_padding_mask": Wrong(
+        lambda: dense(
+            attn_mask_type="padding", attention_mask=(mask(B, S), mask(B, T)), max_seqlen_kv=5
+        ),
+        ("max_seqlen_kv", "5", "attention_mask, 6"),
+    ),
+    "scale_beyond_float": Wrong(lambda: dense(softmax_scale=10**400), ("softmax_scale", "finite")),
     "max_seqlen_full": Wrong(lambda: dense(max_seqlen_kv=5), ("max_seqlen_kv", "5", "6")),
     "max_seqlen_negative": Wrong(
         lambda: padded(max_seqlen_q=-1), ("max_seqlen_q", "-1", "non-negative")
@@ -509,3 +516,29 @@ def test_backward_lse_shape() -> None:
     out, lse, _ = gradtruth.attention_forward(q, k, v)
     with pytest.raises(InvalidProblem, match=r"lse has shape \[2, 3, 4\], expected \[2, 4, 3\]"):
         gradtruth.attention_backward(out, q, k, v, out, lse.transpose(1, 2))
+
+
+@pytest.mark.parametrize("seed", [True, 2**63, -(2**63) - 1])
+def test_a_seed_is_checked_after_a_legal_one_of_the_same_problem(seed: int) -> None:
+    gradtruth.attention(**dense(), dropout_p=0.5, dropout_seed=1)
+    with pytest.raises(InvalidProblem, match="dropout_seed"):
+        gradtruth.attention(**dense(), dropout_p=0.5, dropout_seed=seed)
+
+
+@pytest.mark.parametrize("value", [1e39, -1e39, 10**400])
+def test_scales_beyond_fp32_are_named(value: float) -> None:
+    for name in ("softmax_scale", "softcap"):
+        arguments = dense(**{name: value})
+        with pytest.raises(InvalidProblem, match=name):
+            gradtruth.attention(
+                arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments
+            )
+
+
+@pytest.mark.parametrize("pair", [("auto", "reference"), ("reference", "auto"), "reference,"])
+def test_pairs_name_two_backends(pair: object) -> None:
+    arguments = dense(backend=pair)
+    with pytest.raises(InvalidProblem, match="backend is"):
+        gradtruth.attention(
+            arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments
+        )

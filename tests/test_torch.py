@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -219,6 +221,47 @@ def test_compile_follows_use() -> None:
         gradtruth.attention(q, k, v, backend="reference"),
         gradtruth.attention(q, k, v, backend="unfused"),
     )
+
+
+def test_fakes_tell_the_dtypes_of_float64() -> None:
+    q, k, v = (x.detach() for x in qkv(dtype=torch.float64))
+    options: dict[str, Any] = {
+        "softmax_type": "learnable",
+        "softmax_offset": torch.zeros(q.shape[2], dtype=torch.float64),
+    }
+
+    def run() -> list[torch.dtype]:
+        found = gradtruth.attention_forward(q, k, v, return_max_logit=True, **options)
+        out, lse, _ = found
+        grads = gradtruth.attention_backward(out, q, k, v, out, lse, **options)
+        return [x.dtype for x in (*found, *grads) if x is not None]
+
+    real = run()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert run() == real
+
+
+def test_compile_before_the_first_use_of_a_thread_follows_it() -> None:
+    import threading
+
+    torch._dynamo.reset()
+    q, k, v = qkv(200, 200, torch.bfloat16)
+    found: list[bool] = []
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return gradtruth.attention(q, k, v)
+
+    def fresh() -> None:
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        compiled(q, k, v)
+        with gradtruth.use(backend="unfused"):
+            expected = gradtruth.attention(q, k, v, backend="unfused")
+            found.append(torch.equal(compiled(q, k, v), expected))
+
+    thread = threading.Thread(target=fresh)
+    thread.start()
+    thread.join()
+    assert found == [True]
 
 
 def test_compiled_module() -> None:
@@ -511,6 +554,17 @@ def test_backward_outside_and_inside_autocast_is_the_same() -> None:
     assert equal(inside, gradients(out, q, k, v))
 
 
+def test_functional_pair_under_autocast() -> None:
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse, _ = gradtruth.attention_forward(q, k, v)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+        found = gradtruth.attention_backward(weight, q, k, v, out, lse)[:3]
+        expected = gradients(gradtruth.attention(q, k, v), q, k, v)
+    assert [grad.dtype for grad in found if grad is not None] == [q.dtype] * 3
+    assert equal(found, expected)
+
+
 # ---------------------------------------------------------------- choosing
 
 
@@ -525,6 +579,22 @@ def test_use_is_scoped_and_survives_errors() -> None:
         assert chosen(q, k, v) == "unfused"
         assert chosen(q, k, v, backend="reference") == "reference"
     assert chosen(q, k, v) == chosen(q, k, v, backend="auto")
+
+
+def test_use_that_ends_out_of_order_leaves_nothing() -> None:
+    q, k, v = qkv()
+    before = chosen(q, k, v)
+
+    def suspended() -> Generator[None]:
+        with gradtruth.use(backend="flex"):
+            yield
+
+    held = suspended()
+    next(held)
+    with gradtruth.use(backend="unfused"):
+        held.close()
+        assert chosen(q, k, v) == "unfused"
+    assert chosen(q, k, v) == before
 
 
 def test_use_holds_for_one_thread() -> None:
@@ -554,5 +624,44 @@ def test_plans_are_bounded_and_reused() -> None:
         q = torch.zeros(1, s, 1, 1)
         gradtruth.attention(q, q, q, backend="reference")
         gradtruth.attention(q, q, q, backend="reference")
-    assert len(ops._plans) <= ops._CACHE_SIZE
-    assert len(calls._prepared) <= calls._CACHE_SIZE
+    assert len(ops._plans) <= ops._plans.size
+    assert len(calls._prepared) <= calls._prepared.size
+
+
+def test_forward_mode_says_so_on_the_plain_path() -> None:
+    import torch.autograd.forward_ad as fwad
+
+    q, k, v = (x.detach() for x in qkv())
+    with fwad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        gradtruth.attention(fwad.make_dual(q, torch.ones_like(q)), k, v, backend="reference")
+
+
+def test_gradient_through_a_saturated_softcap() -> None:
+    q = torch.tensor([[[[1.0]]]], requires_grad=True)
+    k, v = torch.tensor([9.0, 8.0]).view(1, 2, 1, 1), torch.tensor([1.0, -1.0]).view(1, 2, 1, 1)
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        inputs = [x.detach().to(dtype) for x in (q, k, v)]
+        inputs[0].requires_grad_()
+        out = gradtruth.attention(*inputs, softcap=1.0, softmax_scale=1.0, backend="reference")
+        found[dtype] = torch.autograd.grad(out.sum(), inputs[0])[0].item()
+    assert found[torch.float64] == pytest.approx(found[torch.float32], rel=1e-5)
+    assert found[torch.float64] == pytest.approx(-1.5263e-6, rel=1e-3)
+
+
+def test_sink_gradient_of_fp64_has_fp64_digits() -> None:
+    q, k, v = (x.detach().double() for x in qkv())
+    sink = torch.tensor([0.3, -0.2, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    step = torch.zeros(4, dtype=torch.float64)
+    step[1] = 1e-6
+
+    def loss(sink: Tensor) -> Tensor:
+        out = gradtruth.attention(
+            q, k, v, softmax_type="learnable", softmax_offset=sink, backend="reference"
+        )
+        return out.square().sum()
+
+    (grad,) = torch.autograd.grad(loss(sink), sink)
+    with torch.no_grad():
+        difference = (loss(sink + step) - loss(sink - step)) / 2e-6
+    assert grad[1].item() == pytest.approx(difference.item(), rel=3e-9)

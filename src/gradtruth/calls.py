@@ -7,10 +7,9 @@ travels on as an argument.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from gradtruth.arguments import (
     spec_of,
 )
 from gradtruth.backends.select import Selection
+from gradtruth.core.recent import Recent
 from gradtruth.core.tensors import Forward
 from gradtruth.errors import InvalidProblem
 from gradtruth.ops import Plan, attend, attend_backward, is_plain, metadata, plan_of
@@ -45,7 +45,6 @@ class Policy(NamedTuple):
 
 _LSE_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GRADIENTS = ("dq", "dk", "dv", "dbias", "dsoftmax_offset")
-_CACHE_SIZE = 4096
 
 # ---------------------------------------------------------------- what is not an argument
 
@@ -53,7 +52,10 @@ _CACHE_SIZE = 4096
 class _Ambient(threading.local):
     """The backend that ``use`` chose in this thread. torch.compile guards on it; a ContextVar it cannot read."""
 
-    backend: str = "auto"
+    def __init__(self) -> None:
+        # Of the instance, in every thread: torch.compile does not see that one comes to hide a class attribute.
+        self.backend: str = "auto"
+        self.entered: list[list[str]] = []
 
 
 _ambient = _Ambient()
@@ -68,12 +70,16 @@ def use(*, backend: Backends) -> Iterator[None]:
     Args:
         backend: a name, a pair (forward, backward), or "auto".
     """
-    before = _ambient.backend
-    _ambient.backend = _joined(backend)
+    entry, entered = [_joined(backend)], _ambient.entered
+    entered.append(entry)
+    _ambient.backend = entry[0]
     try:
         yield
     finally:
-        _ambient.backend = before
+        # By identity: a generator may leave its block after one that began later, or in another thread.
+        entered[:] = [other for other in entered if other is not entry]
+        if entered is _ambient.entered:
+            _ambient.backend = entered[-1][0] if entered else "auto"
 
 
 def _joined(backend: object) -> str:
@@ -82,11 +88,11 @@ def _joined(backend: object) -> str:
     if (
         isinstance(backend, tuple | list)
         and len(backend) == 2
-        and all(isinstance(b, str) for b in backend)
+        and all(isinstance(b, str) and b != "auto" for b in backend)
     ):
         return ",".join(backend)
     raise InvalidProblem(
-        f"backend is {backend!r}, expected 'auto', a backend's name, or a pair (forward, backward)"
+        f"backend is {backend!r}, expected 'auto', a backend's name, or a pair of names (forward, backward)"
     )
 
 
@@ -119,14 +125,14 @@ def _autocast(tensors: TensorArguments) -> TensorArguments:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    cast = {
+    casted = {
         name: given.to(dtype)
         for name in ("query", "key", "value")
         if isinstance(given := getattr(tensors, name), Tensor)
         and given.is_floating_point()
         and given.dtype != torch.float64
     }
-    return tensors._replace(**cast)
+    return tensors._replace(**casted)
 
 
 def _tf32(tensors: TensorArguments) -> bool:
@@ -137,7 +143,7 @@ def _tf32(tensors: TensorArguments) -> bool:
 
 # ---------------------------------------------------------------- the calls
 
-_prepared: OrderedDict[tuple, Plan] = OrderedDict()
+_prepared: Recent[Plan] = Recent(4096)
 
 
 def run_forward(
@@ -172,16 +178,23 @@ def run_backward(
         raise InvalidProblem(
             f"output_mask is {output_mask!r}, expected five bools: dq, dk, dv, dbias, dsoftmax_offset"
         )
-    plan, call, inputs = _prepare(tensors, options, policy)
-    forward, dout, dlse = _checked_forward(tensors.query, tensors.value, options.qkv_format, given)
+    with torch.no_grad():
+        plan, call, inputs = _prepare(tensors, options, policy)
+    # Under autocast the forward that made out computed in its dtype.
+    query, value = cast("Tensor", inputs[0]), cast("Tensor", inputs[2])
+    forward, dout, dlse = _checked_forward(query, value, options.qkv_format, given)
     sources = (tensors.query, tensors.key, tensors.value, tensors.bias, tensors.softmax_offset)
     mask = tuple(
         want and source is not None for want, source in zip(output_mask, sources, strict=True)
     )
     with torch.no_grad():
         found = attend_backward(plan, call, inputs, forward, dout, dlse, mask)
-    dq, dk, dv, dbias, doffset = (
-        grad if want else None for grad, want in zip(found, mask, strict=True)
+    dq, dk, dv = (
+        grad.to(source.dtype) if want and grad is not None and source is not None else None
+        for grad, want, source in zip(found[:3], mask, sources, strict=False)
+    )
+    dbias, doffset = (
+        grad if want else None for grad, want in zip(found[3:], mask[3:], strict=True)
     )
     return dq, dk, dv, dbias, doffset
 
@@ -248,7 +261,7 @@ def _prepare(
     tensors = _autocast(tensors)
     if not policy.settled and _tf32(tensors):
         options = options._replace(allow_tf32=True)
-    plain = is_plain(tensors.query, tensors.key, tensors.value)
+    plain = is_plain(*tensors)
     if plain:
         plan = _plan(tensors, options, name)
         spec, bounds = plan.spec, plan.bounds
@@ -274,10 +287,8 @@ def _plan(tensors: TensorArguments, options: Options, backend: str) -> Plan:
         key = (options, kinds, backend, *map(_described, tensors))
         found = _prepared.get(key)
     except (TypeError, AttributeError, RuntimeError):
-        key, found = (
-            None,
-            None,
-        )  # an argument of a wrong type or without strides, which spec_of names
+        # An argument of a wrong type or without strides, which spec_of names.
+        key, found = None, None
     if found is not None:
         return found
     spec = spec_of(options, tensors)
@@ -286,9 +297,7 @@ def _plan(tensors: TensorArguments, options: Options, backend: str) -> Plan:
     seeded = tensors if tensors.dropout_seed is not None else tensors._replace(dropout_seed=0)
     plan = plan_of(spec, backend, bounds, inputs_of(options, seeded))
     if key is not None:
-        _prepared[key] = plan
-        while len(_prepared) > _CACHE_SIZE:
-            _prepared.popitem(last=False)
+        _prepared.put(key, plan)
     return plan
 
 
@@ -299,5 +308,6 @@ def _described(given: object) -> object:
     if isinstance(given, Tensor):
         return metadata(given)
     if isinstance(given, int):
-        return int  # a dropout seed: its value decides nothing
+        # A dropout seed: of a legal one, the value decides nothing.
+        return type(given), -(2**63) <= given < 2**63
     return tuple(map(_described, given))  # type: ignore[arg-type] - a pair of padding masks

@@ -9,7 +9,6 @@ torch.compile, dispatch modes and tensor subclasses the registered operators are
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from gradtruth.backends.protocol import Backend
 from gradtruth.backends.select import Selection, select
 from gradtruth.core.layout import pack_gradients, split_packed
 from gradtruth.core.problem import Problem
+from gradtruth.core.recent import Recent
 from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Forward, Inputs, Wanted
 from gradtruth.errors import InvalidProblem
@@ -31,7 +31,7 @@ Tensors = tuple[Tensor | None, ...]
 _NAMES = tuple(Inputs.__dataclass_fields__)
 _BIAS, _OFFSET = _NAMES.index("bias"), _NAMES.index("softmax_offset")
 _DIFFERENTIABLE = (0, 1, 2, _BIAS, _OFFSET)
-_CACHE_SIZE = 4096
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 _TENSOR_ARGUMENTS = ", ".join(("Tensor q", *(f"Tensor? {name}" for name in _NAMES[1:])))
 _OPTIONS = "SymInt? max_seqlen_q, SymInt? max_seqlen_kv, str spec, str backend"
@@ -89,7 +89,7 @@ def metadata(tensor: Tensor | None) -> tuple | None:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15)
 
 
-_plans: OrderedDict[tuple, Plan] = OrderedDict()
+_plans: Recent[Plan] = Recent(4096)
 
 
 def plan_of(
@@ -103,9 +103,8 @@ def plan_of(
     key = (spec, backend, bounds, *map(metadata, tensors))
     found = _plans.get(key)
     if found is None:
-        found = _plans[key] = _make_plan(spec, backend, bounds, tensors)
-        while len(_plans) > _CACHE_SIZE:
-            _plans.popitem(last=False)
+        found = _make_plan(spec, backend, bounds, tensors)
+        _plans.put(key, found)
     return found
 
 
@@ -155,7 +154,10 @@ def _run_backward(
         dq, dk, dv = pack_gradients(packing, (dq, dk, dv)), None, None  # type: ignore[arg-type]
     elif packing in ("2hd", "h2d") and mask[1]:
         dk, dv = pack_gradients(packing, (dk, dv)), None  # type: ignore[arg-type]
-    return dq, dk, dv, grads.dbias, grads.dsoftmax_offset
+    doffset, offset = grads.dsoftmax_offset, tensors[_OFFSET]
+    if doffset is not None and offset is not None:
+        doffset = doffset.to(offset.dtype)  # as the fake says: compiled code reads its memory so
+    return dq, dk, dv, grads.dbias, doffset
 
 
 def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,7 +200,11 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         lse = q.new_empty((q.shape[0], heads, q.shape[1]), dtype=dtype)
     else:
         lse = q.new_empty((q.shape[1], heads, q.shape[0]), dtype=dtype)
-    max_logit = q.new_empty((heads if decoded.max_logit else 0,), dtype=dtype)
+    max_logit = (
+        q.new_empty((heads,), dtype=torch.float32)
+        if decoded.max_logit
+        else q.new_empty(0, dtype=dtype)
+    )
     return out, lse, max_logit
 
 
@@ -222,6 +228,9 @@ def _backward_fake(
 # ---------------------------------------------------------------- autograd
 
 
+_NO_JVP = "gradtruth attention has no forward-mode derivative; use reverse mode"
+
+
 class _PlannedAttention(torch.autograd.Function):
     """The pair as a differentiable function, for plain calls with a plan.
 
@@ -242,6 +251,10 @@ class _PlannedAttention(torch.autograd.Function):
         needs = plan.spread(ctx.needs_input_grad[2:])
         grads = _differentiate(ctx, needs, plan.spread(present), (out, lse, dout, dlse))
         return (None, None, *(grads[at] for at in plan.present))
+
+    @staticmethod
+    def jvp(ctx: Any, *_tangents: Any) -> None:
+        raise NotImplementedError(_NO_JVP)
 
 
 class _Attention(torch.autograd.Function):
@@ -266,9 +279,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *_tangents: Any) -> None:
-        raise NotImplementedError(
-            "gradtruth attention has no forward-mode derivative; use reverse mode"
-        )
+        raise NotImplementedError(_NO_JVP)
 
     @staticmethod
     def vmap(*_arguments: Any) -> None:
@@ -384,13 +395,13 @@ torch.library.register_fake("gradtruth::attention_backward", _backward_fake, lib
 # ---------------------------------------------------------------- entry points
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
+def is_plain(*given: Any) -> bool:
     """True when nothing listens in: no compiler, no dispatch mode, no functorch, no tensor subclass."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return all(t is None or type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
+    return not any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in given)
 
 
 def attend(

@@ -94,7 +94,8 @@ def draw(seed: int, **fixed: Any) -> Drawn:
         **_given_lengths(rng, spec, keys, "kv", storage_kv),
         **_terms(rng, noise, spec, sizes, places, dtype),
     )
-    bounds = (sizes.S, sizes.T) if layout == "thd" else (None, None)
+    exact, loose = (sizes.S, sizes.T), (sizes.S + 2, sizes.T + 2)
+    bounds = rng.choice([exact, loose, (None, None)]) if layout == "thd" else (None, None)
     problem = Problem.of(spec, inputs, *bounds)
     shape = _shape(layout, sizes.B, storage_q, sizes.H, sizes.Dv)
     dout = torch.randn(shape, generator=noise).double()

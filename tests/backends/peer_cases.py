@@ -199,21 +199,9 @@ def _one(case, which, tensors, wide, results):
     lq, lk = len(qn), len(kn)
     if lq == 0:
         return
+    visible, at = _visible(case, (n, h), (lq, lk))
     i, j = torch.arange(lq)[:, None], torch.arange(lk)[None]
     diagonal = lk - lq if spec.alignment == "bottom_right" else 0
-    visible = torch.ones(lq, lk, dtype=torch.bool)
-    if spec.left is not None:
-        visible &= j >= i + diagonal - spec.left
-    if spec.right is not None:
-        visible &= j <= i + diagonal + spec.right
-    for a in case.queries.hidden[n]:
-        visible[a] = False
-    for a in case.keys.hidden[n]:
-        visible[:, a] = False
-    offset = (0, 0) if spec.layout == "thd" else (case.queries.start[n], case.keys.start[n])
-    at = _index(n, h, i + offset[0], j + offset[1])
-    if inputs.attention_mask is not None:
-        visible &= ~inputs.attention_mask[at(inputs.attention_mask)]
     scale = problem.scale
     x = (qn @ kn.T) * scale
     if spec.bias == "pre_scale":
@@ -275,6 +263,28 @@ def _one(case, which, tensors, wide, results):
     if visible.any():
         value["max_logit"][h] = torch.maximum(value["max_logit"][h], x[visible].max())
         magnitude["max_logit"][h] = torch.maximum(magnitude["max_logit"][h], shaky.max())
+
+
+def _visible(case, which, lengths):
+    """Which keys each query sees, bias aside, and how to look into a bias or mask."""
+    (n, h), (lq, lk) = which, lengths
+    spec, inputs = case.problem.spec, case.inputs
+    i, j = torch.arange(lq)[:, None], torch.arange(lk)[None]
+    diagonal = lk - lq if spec.alignment == "bottom_right" else 0
+    visible = torch.ones(lq, lk, dtype=torch.bool)
+    if spec.left is not None:
+        visible &= j >= i + diagonal - spec.left
+    if spec.right is not None:
+        visible &= j <= i + diagonal + spec.right
+    for a in case.queries.hidden[n]:
+        visible[a] = False
+    for a in case.keys.hidden[n]:
+        visible[:, a] = False
+    offset = (0, 0) if spec.layout == "thd" else (case.queries.start[n], case.keys.start[n])
+    at = _index(n, h, i + offset[0], j + offset[1])
+    if inputs.attention_mask is not None:
+        visible &= ~inputs.attention_mask[at(inputs.attention_mask)]
+    return visible, at
 
 
 def _index(n, h, i, j):

@@ -18,7 +18,7 @@ from gradtruth.verify.suite import BLOCK, edges, suite
 CPU = torch.device("cpu")
 CHUNKS = 64
 SHOWN = 12
-SHARES = {"flex": 6}  # traced anew for every problem, a second each: one problem in six
+SHARES = {"flex": 4}  # traced anew for every problem: one problem in four
 
 
 def test_the_suite_covers_all_pairs_and_says_so(record_property, capsys):

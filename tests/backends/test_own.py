@@ -356,30 +356,29 @@ def results_given(drawn: Drawn, backend) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("softmax", ["vanilla", "off-by-one", "learnable"])
-def test_exact_zeros(backend, reading, softmax):
-    """Rows that see nothing are +0 bit for bit, whatever finite or infinite values the keys hold."""
-    drawn = plain(
-        lengths="padding_mask",
-        right=0,
-        alignment="bottom_right",
-        softmax=softmax,
-        lse_grad=True,
-        seed=1,
-    )
-    v = drawn.inputs.v.masked_fill(drawn.inputs.v > 1, torch.inf).abs().neg()
-    q = drawn.inputs.q
-    drawn.inputs = replace(drawn.inputs, v=v)
+@pytest.mark.parametrize("value", [-1.0, -torch.inf])
+def test_exact_zeros(backend, reading, softmax, value):
+    """Rows that see nothing, and padding, are +0 bit for bit, whatever the keys beside them hold."""
+    features = {"right": 0, "alignment": "bottom_right", "softmax": softmax, "lse_grad": True}
+    drawn = plain(seed=22, lengths="padding_mask", S=15, T=15, D=3, **features)
+    unseen = [max(0, queries.length - keys.length) for queries, keys in drawn.places]
+    both = [n % 4 and keys.length for n, (_, keys) in zip(unseen, drawn.places, strict=True)]
+    assert any(both)  # a block of four rows holds rows of both kinds
+    k, v = (torch.where(x.isnan(), x, value) for x in (drawn.inputs.k, drawn.inputs.v))
+    drawn.inputs = replace(drawn.inputs, k=k, v=v)
     found = backend.forward(drawn.problem, drawn.inputs)
     grads = drawn.backward(backend, found)
-    blank = drawn.dout.isnan().any(-1)
-    for queries, keys in drawn.places:
-        unseen = max(0, queries.length - keys.length) if keys.length else queries.length
-        blank[queries.row, queries.start : queries.start + unseen] = True
-    assert blank.any()
+    outside = drawn.dout.isnan().any(-1)
+    blank = outside.clone()
+    for (queries, _), rows in zip(drawn.places, unseen, strict=True):
+        blank[queries.row, queries.start : queries.start + rows] = True
     assert not found.out.view(torch.int32)[blank].any()
     assert not grads.dq.view(torch.int32)[blank].any()
-    assert (found.lse.transpose(1, 2)[drawn.dout.isnan().any(-1)] == -torch.inf).all()
-    assert grads.dq.shape == q.shape
+    assert (found.lse.transpose(1, 2)[outside] == -torch.inf).all()
+    hidden = drawn.inputs.padding_mask_kv
+    assert hidden.any()
+    assert not grads.dk.view(torch.int32)[hidden].any()
+    assert not grads.dv.view(torch.int32)[hidden].any()
 
 
 @pytest.mark.parametrize("seed", range(500, 510))

@@ -80,6 +80,9 @@ def test_options_become_the_problem(capsys, options, label):
         ("--mask causal --bottom-right", "bottom_right_diagonal is True"),
         ("--backend nobody", "backend is 'nobody'"),
         ("--device meta", "--device is 'meta'"),
+        ("--device cuda:99999", "CUDA devices"),
+        ("--batch 10000000000000", "[10000000000000, 1024, 16, 64]"),
+        ("--head-dim 99999999999999999999999", "99999999999999999999999]"),
         ("--device quantum", "--device is 'quantum'"),
     ],
 )

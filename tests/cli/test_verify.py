@@ -111,6 +111,8 @@ def _damaged(tmp_path):
             "expected a file in a folder that exists",
         ),
         (["verify", "{case}", "--json", "{folder}"], "expected a file in a folder that exists"),
+        (["verify", "{case}", "--json", "{case}"], "neither a case nor another result"),
+        (["verify", "{case}", "--json", "x.md", "--report", "x.md"], "--report is 'x.md'"),
         (["verify", "{case}", "--jsom", "x"], "No such option"),
         (["verfy"], "No such command"),
         (["--what"], "No such option"),

@@ -194,16 +194,33 @@ def test_dbias_and_dsink_are_judged_per_head():
 
 
 def test_gradients_that_cancel_are_held_against_the_floor():
-    """With one key dq and dk are pure rounding: no cosine, no alarm, but still a budget."""
-    judged = Judged(*dense(60, s=8, t=1, dtype="bfloat16"), "reference")
-    for name in ("dq", "dk"):
-        for row in judged.rows(name):
-            assert row.passed
-            assert row.norms.cosine is None
-            assert row.norms.norm_ratio is None
-            assert row.resolution > 1.0
-        noise = draw(0, *judged.got[name].shape) * 0.3
-        assert not any(row.passed for row in judged.rows(name, judged.got[name] + noise))
+    """With equal keys dq is pure rounding: no cosine, no alarm, but still a budget."""
+    problem, inputs, dout = dense(60, s=8, t=3, dtype="bfloat16")
+    inputs = dataclasses.replace(inputs, k=inputs.k[:, :1].expand_as(inputs.k).contiguous())
+    judged = Judged(problem, inputs, dout, "reference")
+    assert 0 < judged.oracle["dq"].norm() < 1e-12
+    for row in judged.rows("dq"):
+        assert row.passed
+        assert row.norms.cosine is None
+        assert row.norms.norm_ratio is None
+        assert row.resolution > 1.0
+    noise = draw(0, *judged.got["dq"].shape) * 0.3
+    assert not any(row.passed for row in judged.rows("dq", judged.got["dq"] + noise))
+    assert all(row.norms.cosine > 0.99 for row in judged.rows("dv"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_an_oracle_that_is_rounding_has_no_direction(dtype):
+    """Over all keys dS adds up to 0, so a bias that is broadcast over them has gradient 0."""
+    problem, inputs, dout = dense(61, s=60, bias="post_scale", dtype=dtype)
+    inputs = dataclasses.replace(inputs, bias=inputs.bias[:, :, :, :1])
+    problem = dataclasses.replace(problem, bias_shape=(1, 4, 60, 1))
+    judged = Judged(problem, inputs, dout, "reference")
+    for row in judged.rows("dbias"):
+        assert row.passed
+        assert row.projection == Share(0.0, math.inf)
+        assert row.norms.cosine is None
+    assert not any(row.passed for row in judged.rows("dbias", 1.0 + judged.got["dbias"]))
 
 
 def test_summary_names_the_worst_head_and_the_whole(judged):

@@ -159,6 +159,67 @@ def test_tiles_add_up_to_the_whole(seed):
         torch.testing.assert_close(sums[name], getattr(grads.grads, name), **EXACT)
 
 
+@pytest.mark.parametrize("seed", range(400, 430))
+def test_a_tile_is_the_part_of_the_whole(seed):
+    """Later queries, KV heads and sequences alone: same masks, slopes, bias and dropout."""
+    case = generate(seed)
+    spec = dataclasses.replace(case.problem.spec, softmax="vanilla", dropout_p=0.4)
+    problem = dataclasses.replace(case.problem, spec=spec)
+    groups, batch, heads = problem.num_gqa_groups, problem.batch, problem.num_heads
+    inputs = dataclasses.replace(case.inputs, softmax_offset=None)
+    whole = canonical_lse(oracle.forward(problem, inputs).lse, spec.layout)
+    out = canonical(oracle.forward(problem, inputs).out, spec.layout)
+    part, cut = tile(
+        problem, inputs, queries=(2, 99), groups=(groups - 1, groups), sequences=(batch - 1, batch)
+    )
+    found = oracle.forward(part, cut)
+    first = heads - problem.group_size
+    side = case.meaning.sides_q[-1]
+    here = slice(side.start + 2, side.start + max(2, side.length))
+    row = 0 if spec.layout == "thd" else slice(batch - 1, batch)
+    right = torch.zeros_like(canonical(found.out, spec.layout))
+    right[:, here] = out[row, here, first:]
+    torch.testing.assert_close(canonical(found.out, spec.layout), right, **EXACT)
+    right = torch.full_like(canonical_lse(found.lse, spec.layout), -torch.inf)
+    right[:, :, here] = whole[row, first:, here]
+    torch.testing.assert_close(canonical_lse(found.lse, spec.layout), right, **EXACT)
+
+
+def test_whatever_lies_in_the_bias_of_padding_stays_there():
+    """NaN in rows and columns of bias that belong to no sequence."""
+    hidden = torch.zeros(2, 40, dtype=torch.bool)
+    hidden[0, :3] = hidden[1, 30:] = hidden[1, 7] = True
+    problem, inputs, dout = dense(4, lengths="padding_mask", bias="post_scale")
+    clean = dataclasses.replace(
+        inputs,
+        bias=draw(3, 2, 4, 40, 40),
+        padding_mask_q=hidden,
+        padding_mask_kv=hidden.flip(0),
+    )
+    problem = Problem.of(problem.spec, clean)
+    unused = hidden[:, None, :, None] | hidden.flip(0)[:, None, None, :]
+    dirty = dataclasses.replace(clean, bias=clean.bias.masked_fill(unused, torch.nan))
+    right, found = (oracle.evaluate(problem, x, dout) for x in (clean, dirty))
+    for one, other in zip(right, found, strict=True):
+        for name, x in one.items():
+            assert torch.equal(dict(other.items())[name], x), name
+            assert torch.equal(other.magnitudes[name].spread, one.magnitudes[name].spread), name
+    assert (found[1].grads.dbias[unused.expand_as(clean.bias)] == 0).all()
+
+
+@pytest.mark.parametrize("logit", [-900.0, 900.0])
+def test_a_sink_of_any_size_does_not_overflow(logit):
+    problem, inputs, dout = dense(5, s=6, softmax="learnable")
+    inputs = dataclasses.replace(inputs, softmax_offset=torch.full((4,), logit))
+    found, grads = oracle.evaluate(problem, inputs, dout)
+    plain = dataclasses.replace(problem, spec=Spec())
+    vanilla = oracle.forward(plain, dataclasses.replace(inputs, softmax_offset=None))
+    right = vanilla.lse if logit < 0 else torch.full_like(found.lse, logit)
+    torch.testing.assert_close(found.lse, right, **EXACT)
+    torch.testing.assert_close(found.out, vanilla.out if logit < 0 else 0 * found.out, **EXACT)
+    assert all(x.isfinite().all() for _, x in grads.items())
+
+
 class _Largest(TorchDispatchMode):
     """The number of elements of the largest tensor that any operation returns."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.oracle.dense import by_head, dense, scores
+from tests.oracle.dense import by_head, dense, heterogeneous, scores
 from tests.oracle.problems import generate
 
 from gradtruth.verify import oracle
@@ -12,16 +12,23 @@ EPS = 1e-7
 
 
 class Rounder:
-    """Errors of half an EPS with random signs; on request in every partial sum of a matrix product too."""
+    """Errors of half an EPS with random signs.
 
-    def __init__(self, seed, *, partial):
+    ``coarse`` leaves out what a bf16 problem computes in fp32; ``partial`` rounds partial sums of products too.
+    """
+
+    def __init__(self, seed, *, coarse=False, partial=False):
         self.generator = torch.Generator().manual_seed(seed)
-        self.partial = partial
+        self.coarse, self.partial = coarse, partial
+
+    def fine(self, size):
+        """An error of the accumulate dtype."""
+        return torch.zeros_like(size) if self.coarse else self.by(size)
 
     def product(self, a, b):
         """a @ b, summed from left to right."""
         result = a @ b
-        if self.partial:
+        if self.partial and not self.coarse:
             terms = a.unsqueeze(-1) * b.unsqueeze(-3)
             partial = terms.cumsum(-2) * (terms != 0)  # adding 0 is exact
             result = result + self.by(partial.abs()).sum(-2)
@@ -35,21 +42,24 @@ class Rounder:
         return x + self.by(x.abs())
 
 
-def rounded(problem, inputs, dout, rounder):
+def rounded(problem, inputs, dout, rounder, given=None):
     """out, lse, dq, dk, dv of a dense problem, with an error wherever the contract rounds in fp32."""
     heads, scale = problem.num_heads, problem.scale
     q, k, v = (by_head(x.double(), heads) for x in (inputs.q, inputs.k, inputs.v))
     dout = dout.double().transpose(1, 2)
     x, _ = rounded_scores(problem, q, k, rounder)
     exact = torch.logsumexp(x, -1)
-    lse = exact + rounder.by(exact.abs() + 1)
+    lse = exact + rounder.fine(exact.abs() + 1)
     p = torch.exp(x - exact[..., None])
     out = rounder(rounder.product(rounder(p), v))
+    if given is not None:
+        out, lse = given[0].transpose(1, 2), given[1]
     # A backward computes its scores anew, and may round them otherwise.
     x, slope = rounded_scores(problem, q, k, rounder)
-    p = rounder(torch.exp(x - lse[..., None]))
-    delta = (dout * out).sum(-1) + rounder.by((dout * out).abs().sum(-1))
-    dp = dout @ v.mT + rounder.by(dout.abs() @ v.mT.abs())
+    p = torch.exp(x - lse[..., None])
+    p = p + rounder.fine(p)
+    delta = (dout * out).sum(-1) + rounder.fine((dout * out).abs().sum(-1))
+    dp = dout @ v.mT + rounder.fine(dout.abs() @ v.mT.abs())
     ds = rounder(p * (dp - delta[..., None])) * slope
 
     def grouped(x):
@@ -67,16 +77,21 @@ def rounded(problem, inputs, dout, rounder):
 def rounded_scores(problem, q, k, rounder):
     """Final scores and the softcap's derivative."""
     cap = problem.spec.softcap
-    x = problem.scale * (q @ k.mT + rounder.by(q.abs() @ k.mT.abs()))
-    x = rounder(rounder(x))
+    x = problem.scale * (rounder.product(q, k.mT) + rounder.fine(q.abs() @ k.mT.abs()))
+    x = x + rounder.fine(2 * x.abs())
     slope = torch.ones_like(x)
     if cap is not None:
         tanh = torch.tanh(x / cap)
-        x, slope = cap * rounder(tanh), 1 - tanh * tanh
-        slope = slope + rounder.by(torch.full_like(slope, 2.0))
+        x, slope = cap * (tanh + rounder.fine(tanh.abs())), 1 - tanh * tanh
+        slope = slope + rounder.fine(torch.full_like(slope, 2.0))
     if problem.spec.right == 0:
         x = x.masked_fill(torch.ones(x.shape[-2:]).triu(1).bool(), -torch.inf)
     return x, slope
+
+
+def offset(seed, *shape):
+    """Keys, values and gradients far from 0: what a row shares adds up."""
+    return 6.0 + heterogeneous(seed, *shape)
 
 
 SETTINGS = [
@@ -85,37 +100,71 @@ SETTINGS = [
     {"s": 1, "t": 50},
     {"s": 30, "t": 2, "d": 3},
     {"softcap": 1.0},
-    {"right": 0, "scale": 2.0},
+    {"softcap": 0.2},
+    {"right": 0, "scale": 8.0},
     {"right": 0, "g": 1, "dv": 5},
+    {"make": offset, "scale": 0.1},
+    {"make": offset, "right": 0, "scale": 0.1},
 ]
+BOTH = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_no_rounding_leads_beyond_the_bound(setting):
-    problem, inputs, dout, values, magnitudes = setup(setting)
-    for trial in range(12):
-        for name, x in rounded(problem, inputs, dout, Rounder(trial, partial=False)).items():
-            allowed = EPS / 2 * magnitudes[name].bound * (1 + 1e-3)
-            assert ((x - values[name]).abs() <= allowed).all(), name
+def name_of(setting):
+    return ",".join(f"{k}={getattr(v, '__name__', v)}" for k, v in setting.items()) or "plain"
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_spread_is_the_size_of_the_errors(setting):
-    """Neither under it nor far over it."""
-    problem, inputs, dout, values, magnitudes = setup(setting)
-    squares, trials = dict.fromkeys(values, 0.0), 6
-    for trial in range(trials):
-        for name, x in rounded(problem, inputs, dout, Rounder(trial, partial=True)).items():
-            squares[name] += (x - values[name]).square().sum() / trials
-    for name, square in squares.items():
-        assert 0.4 < square.sqrt() / (EPS / 2 * magnitudes[name].spread.norm()) < 1.1, name
-
-
-def setup(setting):
-    problem, inputs, dout = dense(17, dtype="float32", **setting)
+def setup(setting, dtype):
+    """A problem whose values are exact in ``dtype``, its oracle and magnitudes."""
+    problem, inputs, dout = dense(17, dtype=dtype, **setting)
     found, grads = oracle.evaluate(problem, inputs, dout)
     values = dict(found.items()) | dict(grads.items())
     return problem, inputs, dout, values, found.magnitudes | grads.magnitudes
+
+
+@BOTH
+@pytest.mark.parametrize("setting", SETTINGS, ids=name_of)
+def test_no_rounding_leads_beyond_the_bound(setting, dtype):
+    problem, inputs, dout, values, magnitudes = setup(setting, dtype)
+    for trial in range(8):
+        rounder = Rounder(trial, coarse=dtype == "bfloat16")
+        for name, x in rounded(problem, inputs, dout, rounder).items():
+            allowed = EPS / 2 * magnitudes[name].bound * (1 + 1e-3)
+            if name != "lse" or dtype == "float32":
+                assert ((x - values[name]).abs() <= allowed).all(), name
+
+
+@BOTH
+@pytest.mark.parametrize("setting", SETTINGS, ids=name_of)
+def test_spread_is_the_size_of_the_errors(setting, dtype):
+    """Neither under it nor far over it."""
+    problem, inputs, dout, values, magnitudes = setup(setting, dtype)
+    squares, trials = dict.fromkeys(values, 0.0), 6
+    for trial in range(trials):
+        rounder = Rounder(trial, coarse=dtype == "bfloat16", partial=True)
+        for name, x in rounded(problem, inputs, dout, rounder).items():
+            squares[name] += (x - values[name]).square().sum() / trials
+    for name, square in squares.items():
+        if name != "lse" or dtype == "float32":
+            share = square.sqrt() / (EPS / 2 * magnitudes[name].spread.norm())
+            assert 0.55 < share < 1.15, name
+
+
+@pytest.mark.parametrize("setting", [{}, {"scale": 8.0, "right": 0}], ids=name_of)
+def test_spread_of_gradients_from_a_given_forward(setting):
+    """Only the backward's own roundings are in it."""
+    problem, inputs, dout = dense(17, dtype="float32", **setting)
+    found = oracle.forward(problem, inputs)
+    given = found.out, found.lse
+    grads = oracle.backward(problem, inputs, dout, forward=given)
+    squares, trials = {"dq": 0.0, "dk": 0.0, "dv": 0.0}, 6
+    for trial in range(trials):
+        result = rounded(problem, inputs, dout, Rounder(trial, partial=True), given)
+        for name in squares:
+            error = result[name] - getattr(grads.grads, name)
+            squares[name] += error.square().sum() / trials
+    for name, square in squares.items():
+        share = square.sqrt() / (EPS / 2 * grads.magnitudes[name].spread.norm())
+        assert 0.55 < share < 1.05, name
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -1,12 +1,14 @@
-"""Checks that read values: what cu_seqlens say. On a GPU each waits for the device, so they are asked for there."""
+"""Checks that read values: cu_seqlens and padding masks. On a GPU each waits for the device: opt-in there."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from gradtruth.arguments.given import Options, TensorArguments
+from gradtruth.core.mask import parse_mask_type
 from gradtruth.errors import InvalidProblem
 
 __all__ = ["check_contents"]
@@ -15,7 +17,7 @@ __all__ = ["check_contents"]
 def check_contents(
     options: Options, tensors: TensorArguments, bounds: tuple[int | None, int | None]
 ) -> None:
-    """Check cu_seqlens against the tensors.
+    """Check cu_seqlens and padding masks against the tensors.
 
     Args:
         options: names the layout.
@@ -35,6 +37,25 @@ def check_contents(
             places = tensor.shape[1 if options.qkv_format == "bshd" else 0]
             padded = getattr(tensors, f"cu_seqlens_{side}_padded")
             _check_side(f"cu_seqlens_{side}", cu, padded, places, bound, thd=thd)
+    given = tensors.attention_mask
+    if given is not None and not parse_mask_type(options.attn_mask_type).arbitrary:
+        masks = given if isinstance(given, tuple | list) else (given, given)
+        for side, mask, bound in zip(("q", "kv"), masks, bounds, strict=True):
+            _check_mask(side, mask, bound)
+
+
+def _check_mask(side: str, mask: Tensor, bound: int | None) -> None:
+    """A padding mask has no sequence longer than max_seqlen."""
+    if bound is None or mask.numel() == 0:
+        return
+    rows = mask.flatten(1)
+    at = torch.arange(rows.shape[1], device=rows.device)
+    first, last = at.masked_fill(rows, rows.shape[1]).amin(1), at.masked_fill(rows, -1).amax(1)
+    longest = int((last - first + 1).max())
+    if longest > bound:
+        raise InvalidProblem(
+            f"max_seqlen_{side} is {bound}, expected at least the longest sequence in attention_mask, {longest}"
+        )
 
 
 def _check_side(

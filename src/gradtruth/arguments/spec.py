@@ -23,9 +23,12 @@ from gradtruth.arguments.tensors import (
 )
 from gradtruth.core.mask import Alignment, MaskType, band_of, parse_mask_type
 from gradtruth.core.spec import Layout, Lengths, Softmax, Spec
+from gradtruth.core.strict import shown
 from gradtruth.errors import InvalidProblem
 
 __all__ = ["spec_of"]
+
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def spec_of(options: Options, tensors: TensorArguments) -> str:
@@ -115,17 +118,25 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise InvalidProblem(f"{name} is {value!r}, expected a finite number")
-    return float(value)
+    try:
+        number = (
+            math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+        )
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= _LARGEST:
+        raise InvalidProblem(f"{name} is {shown(value)}, expected a finite number, in fp32 too")
+    return number
 
 
 def _positive(name: str, value: object) -> float | None:
     if value is None:
         return None
     number = _number(name, value)
-    if number <= 0:
-        raise InvalidProblem(f"{name} is {value!r}, expected a positive number or None")
+    if number < _SMALLEST:
+        raise InvalidProblem(
+            f"{name} is {value!r}, expected a positive number (in fp32 too) or None"
+        )
     return number
 
 

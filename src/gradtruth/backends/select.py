@@ -87,8 +87,8 @@ def select(problem: Problem, device: torch.device, backend: str = "auto") -> Sel
         if chosen is None:
             raise UnsupportedProblem(_refusal(problem, device, trace))
         return Selection(problem, device, chosen, chosen, trace, copies)
-    first, _, second = backend.partition(",")
-    pair = (get(first), get(second or first))
+    first, comma, second = backend.partition(",")
+    pair = (get(first), get(second if comma else first))
     trace = tuple(Considered(b.name, b.supports(problem, device)) for b in dict.fromkeys(pair))
     if second and second != first and not pair[1].claims(problem, device).foreign_lse:
         foreign = Reason(

@@ -21,7 +21,7 @@ from gradtruth.core.scores import (
     weights,
 )
 from gradtruth.core.sequences import Sequence, known_on_host, sequences
-from gradtruth.core.support import DEFAULT_CLAIMS, Claims, Support
+from gradtruth.core.support import DEFAULT_CLAIMS, Claims, Support, anywhere
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 
 __all__ = ["Unfused", "create"]
@@ -41,8 +41,8 @@ class Unfused:
     name = "unfused"
 
     def supports(self, problem: Problem, device: torch.device) -> Support:
-        """Everything."""
-        return Support()
+        """Everything, on any device whose tensors have values."""
+        return anywhere(device)
 
     def claims(self, problem: Problem, device: torch.device) -> Claims:
         """All; batch invariance where the host knows the lengths, so that a sequence has its own shapes."""

@@ -23,7 +23,8 @@ def device_of(name: str) -> torch.device:
         raise InvalidProblem(f"--device is {name!r}, expected cpu, cuda or cuda:N")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
+        # torch keeps the index in 8 bits: a large one comes back negative.
+        if not 0 <= (device.index or 0) < count:
             raise InvalidProblem(f"--device is {name!r}, but this machine has {count} CUDA devices")
         return torch.device("cuda", device.index or 0)
     return torch.device("cpu")

@@ -108,4 +108,9 @@ def _lead(options: Options, sizes: Sizes, length: int) -> tuple[int, ...]:
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    try:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise InvalidProblem(
+            f"a tensor would have shape {list(shape)}, expected at most 2^63 bytes"
+        ) from error

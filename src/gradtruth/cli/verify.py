@@ -50,7 +50,7 @@ def verify(
     """
     where = device_of(device)
     backends = [get(name) for name in (ORDER if backend == "all" else (backend,))]
-    _check_targets(json_file, report_file)
+    _check_targets(json_file, report_file, files)
     cases = {name: Case.load(path) for name, path in _names(files).items()}
     rows: list[Row] = []
     with _progress(len(cases) * steps_of(backends)) as advance:
@@ -82,8 +82,8 @@ def _names(files: list[Path]) -> dict[str, Path]:
     }
 
 
-def _check_targets(json_file: Path | None, report_file: Path | None) -> None:
-    """What would fail after the work fails before it."""
+def _check_targets(json_file: Path | None, report_file: Path | None, cases: list[Path]) -> None:
+    """What would fail after the work, or write over a case, fails before it."""
     if report_file is not None and report_file.suffix not in _REPORTS:
         raise InvalidProblem(
             f"--report is {str(report_file)!r}, expected a name in {', '.join(_REPORTS)}"
@@ -92,6 +92,13 @@ def _check_targets(json_file: Path | None, report_file: Path | None) -> None:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise InvalidProblem(
                 f"{option} is {str(path)!r}, expected a file in a folder that exists"
+            )
+        taken = {case.resolve() for case in cases}
+        if option == "--report" and json_file is not None:
+            taken.add(json_file.resolve())
+        if path is not None and path.resolve() in taken:
+            raise InvalidProblem(
+                f"{option} is {str(path)!r}, expected a file that is neither a case nor another result"
             )
 
 

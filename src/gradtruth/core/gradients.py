@@ -135,7 +135,7 @@ class GradientStore:
             dk=self.dk,
             dv=self.dv,
             dbias=None if self.dbias is None else self.dbias.total(),
-            dsoftmax_offset=None if self.dsink is None else self.dsink.float(),
+            dsoftmax_offset=self.dsink,
         )
 
 

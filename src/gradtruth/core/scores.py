@@ -85,9 +85,9 @@ def scores(
         x.add_(bias)
     x.mul_(problem.scale)
     if spec.softcap is not None:
-        x.div_(spec.softcap).tanh_()
-        slope = 1 - x * x if derivative else None
-        x.mul_(spec.softcap)
+        x.div_(spec.softcap)
+        slope = _tanh_slope(x) if derivative else None
+        x.tanh_().mul_(spec.softcap)
     if bias is not None and spec.bias == "post_scale":
         x.add_(bias)
         hidden.append(bias == -torch.inf)
@@ -115,6 +115,12 @@ def _hidden(band: Band, inputs: Inputs, block: Block) -> list[Tensor]:
     if inputs.attention_mask is not None:
         found.append(_window(inputs.attention_mask, block))
     return found
+
+
+def _tanh_slope(x: Tensor) -> Tensor:
+    """1 - tanh(x)^2 = 4 e / (1 + e)^2 with e = exp(-2 |x|): the difference cancels where tanh saturates."""
+    e = torch.exp(x.abs().mul_(-2))
+    return (4 * e).div_((1 + e).square_())
 
 
 def _alibi(slopes: Tensor, block: Block) -> Tensor:

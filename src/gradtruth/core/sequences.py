@@ -207,8 +207,8 @@ def _side(
         # and what precedes the sequence then has negative indices.
         at = torch.arange(span, device=device)
         if span < storage:
-            places = at + torch.as_tensor(start).clamp(max=storage - span)
-            at = places - start
+            taken = at + torch.as_tensor(start).clamp(max=storage - span)
+            places, at = taken, taken - start
         else:
             places, at = slice(0, storage), at - start
         valid = (at >= 0) & (at < length)

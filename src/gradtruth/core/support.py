@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
-__all__ = ["DEFAULT_CLAIMS", "Claims", "Reason", "ReasonCode", "Support"]
+import torch
+
+__all__ = ["DEFAULT_CLAIMS", "Claims", "Reason", "ReasonCode", "Support", "anywhere"]
 
 
 class ReasonCode(StrEnum):
@@ -53,6 +55,13 @@ class Support:
     def ok(self) -> bool:
         """True when nothing speaks against."""
         return not self.reasons
+
+
+def anywhere(device: torch.device) -> Support:
+    """The answer of a backend that runs wherever tensors have values."""
+    if device.type != "meta":
+        return Support()
+    return Support((Reason(ReasonCode.DEVICE, "device is meta, whose tensors have no values"),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ class Inputs:
         attention_mask: bool, [1|B, 1|H, 1|S, 1|T], True = masked out; thd [1|B, 1|H, 1|max_q, 1|max_kv].
         bias: the same shapes, in q's dtype or fp32.
         alibi_slopes: fp32 [H] or [B, H].
-        softmax_offset: fp32 [H], the logit of the learnable sink.
+        softmax_offset: fp32 [H] (fp64 for fp64 inputs), the logit of the learnable sink.
         dropout_seed: int64 scalar tensor on the device.
     """
 
@@ -79,7 +79,7 @@ class Grads:
     Attributes:
         dq, dk, dv: like q, k, v; contiguous.
         dbias: in the bias's own shape and dtype.
-        dsoftmax_offset: fp32 [H].
+        dsoftmax_offset: fp32 [H], fp64 for fp64 inputs.
     """
 
     dq: Tensor | None = None

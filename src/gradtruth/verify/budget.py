@@ -275,7 +275,8 @@ def compare(
     rows = []
     for sequence, parts in _split(problem, name, tensors, where):
         if parts[0].numel():
-            rows += _judge(name, _clean(sequence, parts, eps, exact), eps)
+            independent = _independent(problem, name, where, sequence, parts[0].shape[1])
+            rows += _judge(name, _clean(sequence, parts, eps, exact), eps, independent)
     return rows + _outside(problem, name, tensors[0], where, exact)
 
 
@@ -297,6 +298,18 @@ def _split(
                 yield n, [canonical(t, layout)[row, at].transpose(0, 1) for t in tensors]
     else:
         yield None, [t.view(-1, 1, 1) for t in tensors]
+
+
+def _independent(
+    problem: Problem, name: str, where: list[Place], sequence: int | None, rows: int
+) -> int:
+    """How many rows at most have errors of their own."""
+    if name == "lse":
+        return 1  # rows of equal scores round alike
+    if name in _KEY_SIDE and sequence is not None:
+        # delta and lse of one query err alike for all keys.
+        return max(1, min(rows, where[sequence].length_q * problem.group_size))
+    return rows
 
 
 def _clean(sequence: int | None, parts: list[Tensor], eps: float, exact: float) -> _Part:
@@ -329,7 +342,7 @@ def _reasons(lost: Tensor, stray: Tensor, exact: float) -> list[str]:
     return reasons
 
 
-def _judge(name: str, part: _Part, eps: float) -> list[Row]:
+def _judge(name: str, part: _Part, eps: float, independent: int) -> list[Row]:
     """The rows of one sequence, one per head."""
     error, drift, oracle, floor = part.error, part.drift, part.oracle, part.floor
     products = {
@@ -344,13 +357,13 @@ def _judge(name: str, part: _Part, eps: float) -> list[Row]:
     by_line["apart"] = (floor * oracle).square_().sum(2)
     whole = {key: x.sum(1) for key, x in by_line.items()}
     rms = torch.minimum(_FACTOR * whole["yy"].sqrt(), _LIMIT * whole["ff"].sqrt())
-    rms += (_C_RMS + _C_FEW / math.sqrt(error.shape[1])) * whole["ff"].sqrt()
+    rms += (_C_RMS + _C_FEW / math.sqrt(independent)) * whole["ff"].sqrt()
     # The result is the oracle plus the error.
     power = whole["oo"] + 2 * whole["eo"] + whole["ee"]
     columns = {
         "element": _element(part),
         "line": _line(by_line, error.shape[2]),
-        "projection": _projection(by_line, whole, 1 if name == "lse" else None, eps),
+        "projection": _projection(by_line, whole, independent, eps),
         "oracle": whole["oo"].sqrt(),
         "got": power.clamp(min=0).sqrt().nan_to_num(math.inf, math.inf),
         "error": whole["ee"].sqrt(),
@@ -393,7 +406,7 @@ def _line(by_line: dict[str, Tensor], dims: int) -> Tensor:
 
 
 def _projection(
-    by_line: dict[str, Tensor], whole: dict[str, Tensor], independent: int | None, eps: float
+    by_line: dict[str, Tensor], whole: dict[str, Tensor], independent: int, eps: float
 ) -> Tensor:
     """[heads, 2]: |<error, oracle>| / <oracle, oracle> and its allowance.
 
@@ -406,13 +419,14 @@ def _projection(
     Args:
         by_line: [heads, rows] of products.
         whole: the same summed over rows.
-        independent: how many rows have errors of their own; None is as many as carry weight.
+        independent: how many rows at most have errors of their own.
         eps: of the tensor.
     """
     aligned = by_line["ff"] * by_line["oo"]
     total = aligned.sum(1)
     # The quadratic mean, over the root of the effective number of rows.
-    few = total if independent == 1 else (aligned.square().sum(1) / total).nan_to_num(0.0)
+    few = (aligned.square().sum(1) / total).nan_to_num(0.0)
+    few = torch.maximum(few, total / independent)
     counted = _FACTOR * whole["yo"].abs() + _C_SCATTER * by_line["yo"].norm(dim=1)
     counted = torch.minimum(counted, _LIMIT * total.sqrt())
     power = whole["oo"]

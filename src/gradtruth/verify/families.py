@@ -34,6 +34,7 @@ _ROLES = {
     "attention_mask": 6,
     "softmax_offset": 7,
     "dlse": 8,
+    "masked_rows": 10,
 }
 _OUTLIERS = (20.0, -15.0, 8.0)
 

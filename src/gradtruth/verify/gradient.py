@@ -98,10 +98,9 @@ class SequenceGradients:
         dp, dp_bound = group_matmul(dout, v.mT), group_matmul(dout.abs(), v.mT.abs())
         if weights.keep is not None:
             dp, dp_bound = dp * weights.keep, dp_bound * weights.keep
-        delta = (dout * block.out).sum(-1) - dlse
-        delta_errors = WeightGradient.delta_errors(dout, block.out, dlse, block.rows, rounding)
-        gradient = WeightGradient(weights, block.rows, dp, dp_bound, delta, *delta_errors)
-        dx = weights.p * (dp - delta.unsqueeze(-1))
+        products = dp, dp_bound
+        gradient = WeightGradient.of(weights, block.rows, products, dout, block.out, dlse, rounding)
+        dx = weights.p * (dp - gradient.delta.unsqueeze(-1))
         each = block.scores.visible.sum(1).expand(dout.shape[0], -1)
         each = each.unflatten(0, (v.shape[0], -1)).sum(1).unsqueeze(-1)
         self.dk.add_count((), each)

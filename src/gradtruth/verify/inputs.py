@@ -21,6 +21,7 @@ __all__ = ["FAMILIES", "Recipe", "Sample", "make", "noise", "poison"]
 Device = torch.device | str
 
 _MASKED = 0.7  # noise above this, three in ten, is masked
+_WHOLE = 1.56  # noise above this, one row in twenty, is masked as a whole
 _INFINITE = 1.39  # noise above this, one in ten, is -inf
 
 
@@ -237,7 +238,10 @@ def _attention_mask(recipe: Recipe, places: tuple[Place, ...], device: Device) -
     drawn = _scattered(recipe, places, shape, "attention_mask", device, family="closed_form")
     masked = drawn > _MASKED
     if shape[2] > 1 and shape[3] > 1:
-        masked |= drawn[..., :1] > 1.56
+        rows = _scattered(
+            recipe, places, (*shape[:3], 1), "masked_rows", device, family="closed_form"
+        )
+        masked |= rows > _WHOLE
     return masked & (shape != (1, 1, 1, 1))
 
 

@@ -88,7 +88,9 @@ def markdown(device: torch.device | str = "cpu", names: Sequence[str] = ORDER) -
     for axis, values, cells in _grouped(shown, device):
         listed = ", ".join(f"`{value}`" for value in values)
         lines.append(f"| {axis} | {listed} | " + " | ".join(cell or "yes" for cell in cells) + " |")
-    lines += [""] + [f"`{name}` refuses every problem here: {codes}.  " for name, codes in absent.items()]
+    lines += [""] + [
+        f"`{name}` refuses every problem here: {codes}.  " for name, codes in absent.items()
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -102,10 +104,14 @@ def golden(device: torch.device | str = "cpu", names: Sequence[str] = ORDER) -> 
     shown, absent = _present(device, names)
     lines = ["# a feature alone: the backends that refuse it, with reason codes"]
     for axis, values, cells in _grouped(shown, device):
-        against = "; ".join(f"{name}: {cell}" for name, cell in zip(shown, cells, strict=True) if cell)
+        against = "; ".join(
+            f"{name}: {cell}" for name, cell in zip(shown, cells, strict=True) if cell
+        )
         lines.append(f"{axis} {' '.join(values)}: {against or 'all support it'}")
     lines += [f"everything: {name}: {codes}" for name, codes in absent.items()]
-    lines.append(f"# of the suite's {len(suite().recipes)} problems: supported; reason codes and how often")
+    lines.append(
+        f"# of the suite's {len(suite().recipes)} problems: supported; reason codes and how often"
+    )
     for name in names:
         supported, counted = _counted(name, device)
         codes = ", ".join(f"{code} {counted[code]}" for code in ReasonCode if counted[code])

@@ -153,18 +153,20 @@ class RowErrors:
     Attributes:
         lse_bound, lse_square: [H, b], in units of the accumulate eps; 0 for a given lse.
         out_bound, out_square: [H, b, Dv], in units of eps; 0 for a given out.
+        given: out and lse were given and have no error.
     """
 
     lse_bound: Tensor
     lse_square: Tensor
     out_bound: Tensor
     out_square: Tensor
+    given: bool = False
 
     @staticmethod
     def exact(out: Tensor, lse: Tensor) -> RowErrors:
         """No error: out and lse were given."""
         row, place = torch.zeros_like(lse), torch.zeros_like(out)
-        return RowErrors(row, row, place, place)
+        return RowErrors(row, row, place, place, given=True)
 
     @staticmethod
     def of(weights: Weights, v: Tensor, out: Tensor, lse: Tensor, rounding: Rounding) -> RowErrors:
@@ -215,15 +217,30 @@ class WeightGradient:
     delta_square: Tensor
 
     @staticmethod
-    def delta_errors(
-        dout: Tensor, out: Tensor, dlse: Tensor, rows: RowErrors, rounding: Rounding
-    ) -> tuple[Tensor, Tensor]:
-        """Bound and square [H, b] of the error of delta."""
-        rho, size, terms = rounding.ratio, dout.abs(), dout * out
-        own = rho * (terms.abs().sum(-1) + dlse.abs())
-        bound = (size * rows.out_bound).sum(-1) + own
-        square = (dout.square() * rows.out_square).sum(-1) + own.square()
-        return bound, square
+    def of(
+        weights: Weights,
+        rows: RowErrors,
+        products: tuple[Tensor, Tensor],
+        dout: Tensor,
+        out: Tensor,
+        dlse: Tensor,
+        rounding: Rounding,
+    ) -> WeightGradient:
+        """From dout and out [H, b, Dv], dlse [H, b], and dP with its bound."""
+        rho, (dp, dp_bound) = rounding.ratio, products
+        terms = dout * out
+        dot, size = terms.sum(-1), rho * (terms.abs().sum(-1) + dlse.abs())
+        bound = (dout.abs() * rows.out_bound).sum(-1) + size
+        square = size.square()
+        if not rows.given:
+            # out errs along v_j where P_ij does, so delta by dP_ij: not by each d apart.
+            turned = rho * weights.errors.score * weights.p * (dp - dot.unsqueeze(-1))
+            square += (weights.p * dp).square().sum(-1) + turned.square().sum(-1)
+            square += terms.square().sum(-1) + summing(
+                terms, weights.count.unsqueeze(-1), rounding
+            ).sum(-1)
+            square += rho**2 * (1 + _SOFTMAX_SHARE * weights.count) * dot.square()
+        return WeightGradient(weights, rows, dp, dp_bound, dot - dlse, bound, square)
 
     def errors(self, ds: Tensor, slope: Tensor | None, rounding: Rounding) -> tuple[Tensor, Tensor]:
         """Bound and square [H, b, T] of the error of dS.

@@ -5,6 +5,7 @@ H query heads, G KV heads, S and T the lengths of the sequence, b queries of a b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -161,10 +162,11 @@ class Sequence:
         tanh = slope = None
         if spec.softcap is not None:
             tanh = torch.tanh(x / spec.softcap)
-            slope = 1 - tanh * tanh
+            slope = torch.cosh(x / spec.softcap) ** -2  # 1 - tanh^2 cancels where tanh saturates
             x = spec.softcap * tanh
-        # Twice: the scale itself is rounded, and exp may be computed as exp2.
-        chain = torch.where(x.isinf(), 0.0, 2 * x.abs())
+        # The scale itself is rounded, exp may be computed as exp2, and D partial sums are of this size.
+        share = 2.0 + math.sqrt(problem.head_dim_qk / 12)
+        chain = torch.where(x.isinf(), 0.0, share * x.abs())
         if spec.bias == "post_scale" and bias is not None:
             x, chain = x + bias, chain + bias.abs()
         if self.slopes is not None:

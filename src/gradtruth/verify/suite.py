@@ -172,6 +172,9 @@ def build(row: Row, seed: int) -> Recipe:
         mask_shape=None if mask == "-" else tuple(full[x] for x in mask),  # type: ignore[arg-type]
         slopes_batched=row["alibi"] == "BH",
     )
+    # All weights of a row can be 0 here without a key being hidden: what its dlse adds to dsink is not defined.
+    weightless = (row["bias_inf"], row["bias"], row["softcap"]) == ("yes", "pre_scale", "none")
+    dlse = row["dlse"] == "yes" and not (weightless and row["softmax"] == "learnable")
     wanted = ("dq", "dk", "dv", "dbias", "dsoftmax_offset")
     return Recipe(
         problem=problem,
@@ -183,7 +186,7 @@ def build(row: Row, seed: int) -> Recipe:
         poison=row["poison"],
         bias_inf=row["bias_inf"] == "yes",
         dout=row["dout"],
-        dlse=row["dlse"] == "yes",
+        dlse=dlse,
         wanted=wanted if row["wanted"] == "all" else tuple(row["wanted"].split(",")),
     )
 

@@ -305,16 +305,18 @@ def _compiled(
     block_mask = flex.create_block_mask(
         mask_mod, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device=q.device
     )
-    out, stats = _compiled_function()(
-        q,
-        k,
-        v,
-        score_mod,
-        block_mask,
-        scale=problem.scale,
-        enable_gqa=problem.group_size > 1,
-        return_aux=flex.AuxRequest(lse=True, max_scores=True),
-    )
+    # Every kind of problem is one compilation of the same function; beyond a few torch would give up compiling.
+    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+        out, stats = _compiled_function()(
+            q,
+            k,
+            v,
+            score_mod,
+            block_mask,
+            scale=problem.scale,
+            enable_gqa=problem.group_size > 1,
+            return_aux=flex.AuxRequest(lse=True, max_scores=True),
+        )
     return out, stats.lse, stats.max_scores
 
 
@@ -322,7 +324,7 @@ def _compiled(
 def _compiled_function() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 def _with_sink(
@@ -333,11 +335,11 @@ def _with_sink(
     logit = _sink_logit(problem, inputs, lse.dtype)
     seen = lse > -torch.inf
     finite = lse.masked_fill(~seen, 0.0)
-    # ln(1 + e^x): the share of a faint sink, e^x, stays exact in it and in its gradient.
-    grown = softplus(logit - finite)
+    # e^-softplus(x) is 1 / (1 + e^x), and the gradient of a faint sink, e^x, stays exact in it.
+    share = torch.exp(-softplus(logit - finite))
     valid = (places.sequence_q >= 0)[:, None]
     bare = torch.where(valid, logit.detach(), -torch.inf)
-    return out * torch.exp(-grown)[..., None], torch.where(seen, finite + grown, bare)
+    return out * share[..., None], torch.where(seen, torch.logaddexp(finite, logit), bare)
 
 
 def _sink_logit(problem: Problem, inputs: Inputs, dtype: torch.dtype) -> Tensor:

@@ -24,15 +24,18 @@ def plain_mask(problem: Problem) -> Literal["none", "causal"] | None:
 
     Bottom-right is top-left where both sides are full and equally long.
     """
-    spec, band = problem.spec, problem.spec.band
-    bounds = ((problem.max_seqlen_q, problem.seqlen_q), (problem.max_seqlen_kv, problem.seqlen_kv))
-    clamped = any(bound is not None and bound < places for bound, places in bounds)
-    if spec.ragged or clamped or spec.arbitrary or spec.bias != "none" or spec.alibi:
+    spec = problem.spec
+    bound_q, bound_kv = problem.max_seqlen_q, problem.max_seqlen_kv
+    if spec.ragged or spec.arbitrary or spec.bias != "none" or spec.alibi:
         return None
-    if band.open:
+    if bound_q is not None and bound_q < problem.seqlen_q:
+        return None
+    if bound_kv is not None and bound_kv < problem.seqlen_kv:
+        return None
+    if spec.left is None and spec.right is None:
         return "none"
     aligned = spec.alignment == "top_left" or problem.seqlen_q == problem.seqlen_kv
-    return "causal" if aligned and band.left is None and band.right == 0 else None
+    return "causal" if aligned and spec.left is None and spec.right == 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,7 @@ Such a peer ignores the out and lse that the backward is given, so it does not c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,12 +17,6 @@ from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Grads, Inputs, Wanted
 
 __all__ = ["Run", "differentiate", "widened"]
-
-_AUTOGRAD_KEYS = (
-    torch._C.DispatchKey.AutogradFunctionality,
-    torch._C.DispatchKey.AutogradOther,
-    torch._C.DispatchKey.AutogradNestedTensor,
-)
 
 Run = Callable[[Problem, Inputs], tuple[Tensor, Tensor | None]]
 
@@ -65,7 +58,12 @@ def differentiate(
         "bias": wanted.dbias,
         "softmax_offset": wanted.dsoftmax_offset,
     }
-    with _recording(), full_precision(problem, inputs.q.device):
+    # Leaving inference_mode also undoes that an operator's implementation runs below autograd.
+    with (
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        full_precision(problem, inputs.q.device),
+    ):
         given = {name: tensor for name, tensor in inputs.items() if name in names}
         leaves = {name: _leaf(tensor, grad=names[name]) for name, tensor in given.items()}
         asked = [name for name in leaves if names[name]]
@@ -92,14 +90,3 @@ def _leaf(tensor: Tensor, *, grad: bool) -> Tensor:
     # A tensor made under inference_mode cannot be recorded; a copy can.
     leaf = tensor.clone() if tensor.is_inference() else tensor.detach()
     return leaf.requires_grad_(grad)
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Autograd on, also inside an operator that runs below it or under inference_mode."""
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        excluded = torch._C._dispatch_tls_local_exclude_set()
-        for key in _AUTOGRAD_KEYS:
-            excluded = excluded.remove(key)
-        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-            yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ __all__ = ["FlashCpu"]
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
+_HALVES = ("bfloat16", "float16")
+_AS_IT_IS = nullcontext()
 # Older kernels read k and v at the query head's index, past their end.
 _GQA_SINCE = (2, 13)
 
@@ -30,6 +33,11 @@ class FlashCpu:
     break the contract: its backward adds each block of queries to dk and dv, each block of keys to dq and each
     head of a group to dk and dv in the input dtype, and its forward takes exp to 2^-14. Where the processor has no
     half-precision products it is also slower: its forward about as fast, its backward ten times slower.
+
+    In fp32 and fp64 the kernel gets a power of two as scale and q the rest of it, a copy unless head_dim is a
+    power of four: the kernel multiplies by the scale after the product in its forward and within it in its
+    backward, so that with another scale P of the backward is not quite P of the forward. Its scale is always
+    positive, for it hides by -inf before it scales.
 
     Masks other than top-left causal are passed as an additive S x T tensor.
     """
@@ -49,7 +57,7 @@ class FlashCpu:
 
     def claims(self, problem: Problem) -> Claims:
         """The default set without a mask tensor. With one, not shielded: hidden NaN is added to, not selected."""
-        if _builtin_mask(problem) is not None:
+        if plain_mask(problem) is not None:
             return DEFAULT_CLAIMS
         return Claims(
             pure=True,
@@ -64,27 +72,30 @@ class FlashCpu:
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """out and lse in their public form."""
         layout = problem.spec.layout
-        q, k, v = _operands(problem, inputs)
-        kind = _builtin_mask(problem)
+        factor, power = _split(problem)
+        q, k, v = _operands(problem, inputs, factor)
+        kind = plain_mask(problem)
         mask = None if kind else _mask(problem, inputs)
-        with full_precision(problem, q.device):
+        with _precision(problem, q.device):
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, kind == "causal", attn_mask=mask, scale=problem.scale
+                q, k, v, 0.0, kind == "causal", attn_mask=mask, scale=power
             )
         if mask is not None:
             # The kernel's lse of a row without a visible key is 0.
             lse = torch.where((mask > -torch.inf).any(-1), lse, -torch.inf)
-        return from_heads_first(out.to(inputs.q.dtype), layout), from_lse(lse, layout)
+        return from_heads_first(_as(out, inputs.q.dtype), layout), from_lse(lse, layout)
 
     def backward(
         self, problem: Problem, inputs: Inputs, forward: Forward, dout: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in the storage layout."""
-        layout, dtype = problem.spec.layout, problem.accumulate_dtype
-        q, k, v = _operands(problem, inputs)
-        out, dout = (_for_products(heads_first(x, layout).to(dtype)) for x in (forward.out, dout))
+        layout, given, wide = problem.spec.layout, inputs.q.dtype, problem.accumulate_dtype
+        factor, power = _split(problem)
+        q, k, v = _operands(problem, inputs, factor)
+        out = _for_products(_as(heads_first(forward.out, layout), wide))
+        dout = _for_products(_as(heads_first(dout, layout), wide))
         lse = to_lse(forward.lse, layout)
-        kind = _builtin_mask(problem)
+        kind = plain_mask(problem)
         mask = None
         if kind is None:
             mask = _mask(problem, inputs)
@@ -92,35 +103,54 @@ class FlashCpu:
             seen = (mask > -torch.inf).any(-1)
             lse = torch.where(seen, lse, 0.0)
             out, dout = (torch.where(seen[..., None], x, 0.0) for x in (out, dout))
-        with full_precision(problem, q.device):
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout, q, k, v, out, lse, 0.0, kind == "causal", attn_mask=mask, scale=problem.scale
+        with _precision(problem, q.device):
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout, q, k, v, out, lse, 0.0, kind == "causal", attn_mask=mask, scale=power
             )
-        dq, dk, dv = (from_heads_first(grad.to(inputs.q.dtype), layout) for grad in grads)
-        return dq, dk, dv
+        if factor != 1.0:
+            dq = dq * factor
+        return (
+            from_heads_first(_as(dq, given), layout),
+            from_heads_first(_as(dk, given), layout),
+            from_heads_first(_as(dv, given), layout),
+        )
 
 
-def _builtin_mask(problem: Problem) -> Literal["none", "causal"] | None:
-    """The mask that the kernel makes itself, None where a tensor is needed."""
-    kind = plain_mask(problem)
-    # The kernel hides by -inf before it multiplies by the scale.
-    return None if kind == "causal" and problem.scale <= 0 else kind
+def _precision(problem: Problem, device: torch.device) -> AbstractContextManager[None]:
+    """full_precision, or nothing where it would change nothing: the operators do not know autocast."""
+    exact = torch.backends.mkldnn.matmul.fp32_precision in ("ieee", "none")
+    return _AS_IT_IS if exact else full_precision(problem, device)
 
 
-def _operands(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as [B', H, S, D] in the accumulation dtype, with strides that matrix products take."""
-    layout, dtype = problem.spec.layout, problem.accumulate_dtype
-    q, k, v = (
-        _for_products(heads_first(x, layout).to(dtype)) for x in (inputs.q, inputs.k, inputs.v)
-    )
-    return q, k, v
+def _split(problem: Problem) -> tuple[float, float]:
+    """The scale as a factor for q, which has the sign, and a positive scale for the kernel."""
+    scale = problem.scale
+    if problem.dtype in _HALVES:
+        # Products of halves are exact in fp32, and would not be with a q that was rounded again.
+        return (1.0, scale) if scale > 0 else (-1.0 if scale else 0.0, -scale or 1.0)
+    mantissa, exponent = math.frexp(scale)
+    return 2.0 * mantissa, 2.0 ** (exponent - 1)
+
+
+def _operands(problem: Problem, inputs: Inputs, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """factor * q, k, v as [B', H, S, D] in the accumulation dtype, rows contiguous."""
+    layout, wide = problem.spec.layout, problem.accumulate_dtype
+    q = _as(heads_first(inputs.q, layout), wide)
+    k = _as(heads_first(inputs.k, layout), wide)
+    v = _as(heads_first(inputs.v, layout), wide)
+    if factor != 1.0:
+        q = q * factor
+    return _for_products(q), _for_products(k), _for_products(v)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # tensor.to() takes longer to find that there is nothing to do.
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _for_products(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy when its rows are not contiguous or overlap."""
-    row, element = tensor.stride()[2:]
-    columns = tensor.shape[3]
-    if (element == 1 or columns == 1) and row >= columns:
+    """The tensor itself, or a copy when its rows are not contiguous, which the kernel takes for granted."""
+    if tensor.stride(3) == 1 or tensor.shape[3] == 1:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

@@ -14,7 +14,7 @@ from gradtruth.backends.reference.backward import differentiate
 from gradtruth.backends.reference.forward import attend
 from gradtruth.core.problem import Problem
 from gradtruth.core.sequences import known_on_host
-from gradtruth.core.support import DEFAULT_CLAIMS, Claims, Support
+from gradtruth.core.support import DEFAULT_CLAIMS, Claims, Support, anywhere
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 
 __all__ = ["Reference", "create"]
@@ -32,8 +32,8 @@ class Reference:
     name = "reference"
 
     def supports(self, problem: Problem, device: torch.device) -> Support:
-        """Everything."""
-        return Support()
+        """Everything, on any device whose tensors have values."""
+        return anywhere(device)
 
     def claims(self, problem: Problem, device: torch.device) -> Claims:
         """All; batch invariance where the host knows the lengths, so that a sequence has its own shapes."""
