@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from gradtruth.backends.triton.schedule import Schedule, Tile, padded, schedule
 from gradtruth.core.dropout import threshold
 from gradtruth.core.extents import resolve
 from gradtruth.core.problem import Problem
+from gradtruth.core.recent import Recent
 from gradtruth.core.spec import Layout
 from gradtruth.core.tensors import Inputs
 
@@ -53,7 +53,7 @@ class Plan:
 
 
 _sequences = Kernel(sequences)
-_plans: OrderedDict[tuple[int, torch.device], Plan] = OrderedDict()
+_plans: Recent[Plan] = Recent(_CACHE_SIZE)
 
 
 def _plan(problem: Problem, device: torch.device) -> Plan:
@@ -61,9 +61,8 @@ def _plan(problem: Problem, device: torch.device) -> Plan:
     key = (id(problem), device)
     found = _plans.get(key)
     if found is None or found.problem is not problem:
-        found = _plans[key] = _planned(problem, device)
-        while len(_plans) > _CACHE_SIZE:
-            _plans.popitem(last=False)
+        found = _planned(problem, device)
+        _plans.put(key, found)
     return found
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gradtruth.core.recent import Recent
+
 __all__ = ["Kernel"]
 
 _CACHE_SIZE = 4096
@@ -20,7 +22,7 @@ class Kernel:
 
     def __init__(self, function: Any) -> None:
         self._function = function
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: Recent[tuple[dict[str, Any], Any]] = Recent(_CACHE_SIZE)
 
     def __call__(
         self,
@@ -52,6 +54,4 @@ class Kernel:
             return
         compiled = self._function[(programs,)](*tensors, *strides, *numbers, **constants)
         if compiled is not None:  # the interpreter compiles nothing
-            if len(self._compiled) >= _CACHE_SIZE:
-                self._compiled.clear()
-            self._compiled[key] = (constants, compiled)
+            self._compiled.put(key, (constants, compiled))

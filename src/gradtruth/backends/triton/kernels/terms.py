@@ -11,8 +11,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x):
-    """Two ulp: an odd polynomial under 0.625, else from exp. Source: Cephes, single/tanhf.c (S. Moshier)."""
-    size = tl.abs(x)
+    """tanh(x) and its derivative, both to two ulp.
+
+    The derivative is 4 e / (1 + e)^2 with e = exp(-2 |x|), for 1 - tanh^2 cancels where tanh saturates; tanh is an
+    odd polynomial under 0.625, else (1 - e) / (1 + e). Source: Cephes, single/tanhf.c (S. Moshier).
+    """
     square = x * x
     near = -5.70498872745e-3
     near = near * square + 2.06390887954e-2
@@ -20,8 +23,11 @@ def tanh(x):
     near = near * square + 1.33314422036e-1
     near = near * square - 3.33332819422e-1
     near = near * square * x + x
-    far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
-    return tl.where(size < 0.625, near, tl.where(x < 0, -far, far))
+    size = tl.abs(x)
+    e = tl.exp(-2.0 * size)
+    far = (1.0 - e) / (1.0 + e)
+    slope = 4.0 * e / ((1.0 + e) * (1.0 + e))
+    return tl.where(size < 0.625, near, tl.where(x < 0, -far, far)), slope
 
 
 @triton.jit
@@ -76,8 +82,7 @@ def scores(
             x += added
         x *= scale
         if SOFTCAP:
-            capped = tanh(x / softcap)
-            slope = 1.0 - capped * capped
+            capped, slope = tanh(x / softcap)
             x = capped * softcap
         if BIAS == 2:
             visible = visible & (added > float("-inf"))
