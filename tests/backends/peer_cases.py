@@ -52,6 +52,7 @@ def draw(seed, **fixed):
         fixed.pop("bias_dims", (1, 1, 1, 1)),
         fixed.pop("mask_dims", (1, 1, 1, 1)),
     )
+    fixed_slopes = fixed.pop("slopes", "H")
     heads = groups * share
     sides = [_side(rng, layout, lengths, batch, size) for size in sizes]
     places = [_places(side, layout, size) for side, size in zip(sides, sizes, strict=True)]
@@ -72,6 +73,7 @@ def draw(seed, **fixed):
             for side, size in zip(sides, sizes, strict=True)
         ),
     )
+    slopes_shape = (batch, heads) if fixed_slopes == "BH" else (heads,)
     bias_shape = tuple(n if d else 1 for n, d in zip(full, bias_dims, strict=True))
     mask_shape = tuple(n if d else 1 for n, d in zip(full, mask_dims, strict=True))
     inputs = Inputs(
@@ -82,7 +84,7 @@ def draw(seed, **fixed):
         if spec.bias == "none"
         else _bias(bias_shape, dtype, gen, hide=spec.bias == "post_scale"),
         attention_mask=torch.rand(mask_shape, generator=gen) < 0.4 if spec.arbitrary else None,
-        alibi_slopes=torch.rand(heads, generator=gen) * 0.3 if spec.alibi else None,
+        alibi_slopes=torch.rand(slopes_shape, generator=gen) * 0.3 if spec.alibi else None,
         softmax_offset=torch.randn(heads, generator=gen) if spec.softmax == "learnable" else None,
         **_lengths(sides, places, layout, lengths),
     )
@@ -215,7 +217,7 @@ def _one(case, which, tensors, wide, results):
         visible = visible & (added > -torch.inf)
         x = x + added
     if inputs.alibi_slopes is not None:
-        x = x - wide["alibi_slopes"][h] * (i + diagonal - j).abs()
+        x = x - wide["alibi_slopes"].expand(problem.batch, -1)[n, h] * (i + diagonal - j).abs()
     x = x.masked_fill(~visible, -torch.inf)
     valid = torch.tensor([a not in case.queries.hidden[n] for a in range(lq)])
     seen = visible.any(1)

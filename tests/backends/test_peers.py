@@ -13,6 +13,7 @@ from tests.backends.peer_cases import answer, draw
 from gradtruth.backends import PEERS, get
 from gradtruth.backends.peers import refusals
 from gradtruth.backends.peers import sdpa_cpu as cpu
+from gradtruth.backends.peers import sdpa_math as math_peer
 from gradtruth.core.problem import Problem
 from gradtruth.core.spec import Spec
 from gradtruth.core.support import DEFAULT_CLAIMS, ReasonCode
@@ -46,6 +47,7 @@ SHAPES = {
 }
 EXTRAS = {
     "alibi": {"alibi": True},
+    "alibi-batched": {"alibi": True, "slopes": "BH", "batch": 3},
     "scale": {"scale": -0.7},
     "zero-scale": {"scale": 0.0},
     "post": {"bias": "post_scale", "bias_dims": (0, 1, 1, 1)},
@@ -64,8 +66,17 @@ EXTRAS = {
     },
 }  # fmt: skip
 EXTRAS_OF = {
-    "sdpa_flash": ("alibi", "scale", "zero-scale"),
-    "sdpa_math": ("alibi", "scale", "zero-scale", "post", "post-wide", "pre", "dims"),
+    "sdpa_flash": ("alibi", "alibi-batched", "scale", "zero-scale"),
+    "sdpa_math": (
+        "alibi",
+        "alibi-batched",
+        "scale",
+        "zero-scale",
+        "post",
+        "post-wide",
+        "pre",
+        "dims",
+    ),
     "flex": tuple(EXTRAS),
 }
 
@@ -162,6 +173,27 @@ def test_several_blocks():
     # some rows, so that their running maximum is still -inf when the second block comes.
     for sizes, mask in (((200, 1100), "window-br"), ((40, 600), "full"), ((800, 70), "causal")):
         check("sdpa_flash", draw(7, batch=1, groups=1, dims=(8, 8), sizes=sizes, **MASKS[mask]))
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window-br", "arbitrary"])
+def test_lse_of_math_in_several_blocks(mask, monkeypatch):
+    monkeypatch.setattr(math_peer, "_SCORES", 70)
+    check("sdpa_math", draw(9, sizes=(23, 17), gqa=2, **MASKS[mask]))
+
+
+@pytest.mark.parametrize("name", ["sdpa_math", "flex"])
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_a_bias_gradient_is_summed_before_it_is_rounded(name, layout):
+    # Over a thousand rows share the bias; added one by one in fp32 they are off by more than 0.05 of this unit.
+    lengths = "cu_seqlens" if layout == "thd" else "full"
+    features = {"bias": "post_scale", "bias_dims": (0, 0, 0, 1), "dims": (8, 8)}
+    case = draw(12, layout=layout, lengths=lengths, sizes=(1500, 5), batch=2, **features)
+    backend = get(name)
+    forward = backend.forward(case.problem, case.inputs)
+    grads = backend.backward(case.problem, case.inputs, forward, case.dout, None, Wanted())
+    value, magnitude = answer(case)
+    error = (grads.dbias.double() - value["dbias"]).abs().max()
+    assert error <= 0.05 * 2.0**-24 * magnitude["dbias"].max()
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -71,6 +71,7 @@ class GradientStore:
     dv: Tensor | None
     dbias: BiasGradient | None
     dsink: Tensor | None
+    dsink_dtype: torch.dtype | None
 
     @staticmethod
     def of(problem: Problem, inputs: Inputs, wanted: Wanted) -> GradientStore:
@@ -88,6 +89,7 @@ class GradientStore:
             dsink=torch.zeros_like(offset, dtype=problem.accumulate_dtype)
             if wanted.dsoftmax_offset and problem.spec.sink and offset is not None
             else None,
+            dsink_dtype=None if offset is None else offset.dtype,
         )
 
     @property
@@ -135,7 +137,7 @@ class GradientStore:
             dk=self.dk,
             dv=self.dv,
             dbias=None if self.dbias is None else self.dbias.total(),
-            dsoftmax_offset=self.dsink,
+            dsoftmax_offset=None if self.dsink is None else self.dsink.to(self.dsink_dtype),
         )
 
 

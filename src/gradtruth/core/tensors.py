@@ -79,7 +79,7 @@ class Grads:
     Attributes:
         dq, dk, dv: like q, k, v; contiguous.
         dbias: in the bias's own shape and dtype.
-        dsoftmax_offset: fp32 [H], fp64 for fp64 inputs.
+        dsoftmax_offset: [H], in softmax_offset's dtype.
     """
 
     dq: Tensor | None = None

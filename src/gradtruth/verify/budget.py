@@ -33,6 +33,7 @@ _C_APART = 0.7
 _C_ALIGNED = 0.5
 _C_SCATTER = 3.0  # of the yardstick's projections row by row, in quadrature
 _C_COMMON = 0.5  # of eps: rows with equal values round alike
+_C_SUMS = 2.0  # of the sums' eps: and so do their sums
 _LIMIT = 4.0  # of eps * spread: for more than this no yardstick counts
 _WELL_ABOVE = 8.0  # cosine and norm ratio mean something over this many eps * spread
 
@@ -271,12 +272,14 @@ def compare(
     tensors = [t.to(device, torch.float64) for t in tensors]
     where = places(problem, inputs)
     eps = eps_of(problem, name)
+    rounding = rounding_of(problem)
+    common = _C_COMMON * eps + _C_SUMS * rounding.unit * rounding.ratio
     exact = -math.inf if name in _MINUS_INF else 0.0
     rows = []
     for sequence, parts in _split(problem, name, tensors, where):
         if parts[0].numel():
             independent = _independent(problem, name, where, sequence, parts[0].shape[1])
-            rows += _judge(name, _clean(sequence, parts, eps, exact), eps, independent)
+            rows += _judge(name, _clean(sequence, parts, eps, exact), common, independent)
     return rows + _outside(problem, name, tensors[0], where, exact)
 
 
@@ -342,7 +345,7 @@ def _reasons(lost: Tensor, stray: Tensor, exact: float) -> list[str]:
     return reasons
 
 
-def _judge(name: str, part: _Part, eps: float, independent: int) -> list[Row]:
+def _judge(name: str, part: _Part, common: float, independent: int) -> list[Row]:
     """The rows of one sequence, one per head."""
     error, drift, oracle, floor = part.error, part.drift, part.oracle, part.floor
     products = {
@@ -363,7 +366,7 @@ def _judge(name: str, part: _Part, eps: float, independent: int) -> list[Row]:
     columns = {
         "element": _element(part),
         "line": _line(by_line, error.shape[2]),
-        "projection": _projection(by_line, whole, independent, eps),
+        "projection": _projection(by_line, whole, independent, common),
         "oracle": whole["oo"].sqrt(),
         "got": power.clamp(min=0).sqrt().nan_to_num(math.inf, math.inf),
         "error": whole["ee"].sqrt(),
@@ -406,7 +409,7 @@ def _line(by_line: dict[str, Tensor], dims: int) -> Tensor:
 
 
 def _projection(
-    by_line: dict[str, Tensor], whole: dict[str, Tensor], independent: int, eps: float
+    by_line: dict[str, Tensor], whole: dict[str, Tensor], independent: int, common: float
 ) -> Tensor:
     """[heads, 2]: |<error, oracle>| / <oracle, oracle> and its allowance.
 
@@ -414,13 +417,13 @@ def _projection(
     is small beside a common factor. Allowed are: the yardstick's own projection; its scatter from row to row;
     the scatter that the spread predicts for errors that are independent within a row too; in case few rows
     carry all the weight, errors that point along the oracle in a whole row; and, as equal rows have equal
-    errors, half an eps.
+    errors, a common share.
 
     Args:
         by_line: [heads, rows] of products.
         whole: the same summed over rows.
         independent: how many rows at most have errors of their own.
-        eps: of the tensor.
+        common: what all rows may err by together, relative to the oracle.
     """
     aligned = by_line["ff"] * by_line["oo"]
     total = aligned.sum(1)
@@ -431,7 +434,7 @@ def _projection(
     counted = torch.minimum(counted, _LIMIT * total.sqrt())
     power = whole["oo"]
     allowed = counted + _C_APART * whole["apart"].sqrt() + _C_ALIGNED * few.sqrt()
-    pair = torch.stack((whole["eo"].abs(), allowed + _C_COMMON * eps * power), 1)
+    pair = torch.stack((whole["eo"].abs(), allowed + common * power), 1)
     pair = (pair / power.unsqueeze(1)).nan_to_num(math.inf, math.inf)
     # An oracle that is nothing but rounding has no direction.
     pair[power <= whole["ff"]] = torch.tensor([0.0, math.inf], dtype=pair.dtype, device=pair.device)
