@@ -11,6 +11,7 @@ from gradtruth.core.recent import Recent
 __all__ = ["Kernel"]
 
 _CACHE_SIZE = 4096
+_OPTIONS = ("num_warps", "num_stages")  # Triton's own: no arguments of a function
 
 
 class Kernel:
@@ -22,7 +23,7 @@ class Kernel:
 
     def __init__(self, function: Any) -> None:
         self._function = function
-        self._compiled: Recent[tuple[dict[str, Any], Any]] = Recent(_CACHE_SIZE)
+        self._compiled: Recent[tuple[dict[str, Any], Any, tuple[Any, ...]]] = Recent(_CACHE_SIZE)
 
     def __call__(
         self,
@@ -50,8 +51,9 @@ class Kernel:
         )
         found = self._compiled.get(key)
         if found is not None and found[0] is constants:
-            found[1][(programs, 1, 1)](*tensors, *strides, *numbers, *constants.values())
+            found[1][(programs, 1, 1)](*tensors, *strides, *numbers, *found[2])
             return
         compiled = self._function[(programs,)](*tensors, *strides, *numbers, **constants)
         if compiled is not None:  # the interpreter compiles nothing
-            self._compiled.put(key, (constants, compiled))
+            values = tuple(v for name, v in constants.items() if name not in _OPTIONS)
+            self._compiled.put(key, (constants, compiled, values))

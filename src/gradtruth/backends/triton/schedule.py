@@ -67,7 +67,7 @@ def _of(forward: Tile, keys: Tile, queries: Tile, keys_alone: Tile | None = None
 # By padded head dim, for 16-bit inputs and a shared memory of 164 KB and more.
 _PLAIN = {
     64: _of(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)),
-    128: _of(Tile(64, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 3)),
+    128: _of(Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)),
     256: _of(
         Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(128, 32, 8, 2), keys_alone=Tile(64, 128, 8, 1)
     ),
