@@ -184,7 +184,9 @@ class Call:
             length_q, length_kv = packed[1], packed[3]
             ends = [
                 ((length + (block - 1)) // block).cumsum(0, dtype=torch.int32)
-                for length, block in zip((length_q, length_q, length_kv, length_kv), blocks, strict=True)
+                for length, block in zip(
+                    (length_q, length_q, length_kv, length_kv), blocks, strict=True
+                )
             ]
             return torch.cat((packed, torch.stack(ends)))
         cu = (inputs.cu_seqlens_q, inputs.cu_seqlens_kv)

@@ -8,9 +8,10 @@ import triton.language as tl
 from gradtruth.backends.triton.kernels.places import load_rows, locate, visible_blocks
 from gradtruth.backends.triton.kernels.terms import kept, scores
 
-
 _FREE = [
-    "batch", "heads", "group_size", "storage_q", "length_q", "length_kv", "diagonal", "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j", "part_b", "part_h", "part_i", "part_j", "tiles_i", "tiles_j", "chunks", "chunks_i",
+    "batch", "heads", "group_size", "storage_q", "length_q", "length_kv", "diagonal", "left",
+    "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j", "part_b", "part_h",
+    "part_i", "part_j", "tiles_i", "tiles_j", "chunks", "chunks_i",
 ]  # fmt: skip
 
 
@@ -102,12 +103,21 @@ def backward_bias(
             q_valid = (offs_m >= 0) & (offs_m < own_q)
             if HOLES % 2 == 1:
                 hidden_m = tl.load(
-                    HiddenQ + long_n * hidden_q_sb + (start_q + offs_m) * hidden_q_ss, mask=q_valid, other=1
+                    HiddenQ + long_n * hidden_q_sb + (start_q + offs_m) * hidden_q_ss,
+                    mask=q_valid,
+                    other=1,
                 )
                 q_valid = q_valid & (hidden_m == 0)
             place = long_q + start_m
             q = load_rows(
-                Q + long_n * q_sb + long_h * q_sh + place * q_ss, steps_m, q_ss, offs_d, q_sd, q_valid, D, True
+                Q + long_n * q_sb + long_h * q_sh + place * q_ss,
+                steps_m,
+                q_ss,
+                offs_d,
+                q_sd,
+                q_valid,
+                D,
+                True,
             )
             do = load_rows(
                 Dout + long_n * do_sb + long_h * do_sh + place * do_ss,
@@ -153,7 +163,11 @@ def backward_bias(
                 p = tl.exp2(x - level[:, None])
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if DROPOUT:
-                    dp = tl.where(kept(drop, offs_m, offs_n, start_n, QUADS and (ALIGNED or ALL_J)), dp * inverse_keep, 0.0)
+                    dp = tl.where(
+                        kept(drop, offs_m, offs_n, start_n, QUADS and (ALIGNED or ALL_J)),
+                        dp * inverse_keep,
+                        0.0,
+                    )
                 ds = p * (dp - delta[:, None])
                 if BIAS == 1:
                     if SOFTCAP:

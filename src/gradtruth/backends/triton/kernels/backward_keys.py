@@ -81,7 +81,8 @@ def _over_queries(
 
 
 _FREE = [
-    "batch", "heads", "groups", "tiles", "storage_q", "storage_kv", "length_q", "length_kv", "diagonal", "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j",
+    "batch", "heads", "groups", "tiles", "storage_q", "storage_kv", "length_q", "length_kv",
+    "diagonal", "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j",
 ]  # fmt: skip
 
 
@@ -118,9 +119,7 @@ def backward_keys(
     long_n = n.to(tl.int64)
     long_g = g.to(tl.int64)
     if HOLES >= 2:
-        hidden = tl.load(
-            HiddenK + long_n * hidden_k_sb + row * hidden_k_ss, mask=k_valid, other=1
-        )
+        hidden = tl.load(HiddenK + long_n * hidden_k_sb + row * hidden_k_ss, mask=k_valid, other=1)
         k_valid = k_valid & (hidden == 0)
     steps = in_tile
     if WIDE:
@@ -129,10 +128,24 @@ def backward_keys(
     offs_dv = tl.arange(0, BLOCK_DV)
     place = (start_kv + first_n).to(tl.int64)
     k = load_rows(
-        K + long_n * k_sb + long_g * k_sh + place * k_ss, steps, k_ss, offs_d, k_sd, k_valid, D, True
+        K + long_n * k_sb + long_g * k_sh + place * k_ss,
+        steps,
+        k_ss,
+        offs_d,
+        k_sd,
+        k_valid,
+        D,
+        True,
     )
     v = load_rows(
-        V + long_n * v_sb + long_g * v_sh + place * v_ss, steps, v_ss, offs_dv, v_sd, k_valid, DV, True
+        V + long_n * v_sb + long_g * v_sh + place * v_ss,
+        steps,
+        v_ss,
+        offs_dv,
+        v_sd,
+        k_valid,
+        DV,
+        True,
     )
     band = (diagonal, left, right)
     start = start_q.to(tl.int64)

@@ -73,7 +73,8 @@ def _over_keys(
 
 
 _FREE = [
-    "batch", "heads", "group_size", "tiles", "storage_q", "length_q", "length_kv", "diagonal", "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j",
+    "batch", "heads", "group_size", "tiles", "storage_q", "length_q", "length_kv", "diagonal",
+    "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j",
 ]  # fmt: skip
 
 
@@ -108,9 +109,7 @@ def backward_queries(
     long_n = n.to(tl.int64)
     long_h = h.to(tl.int64)
     if HOLES % 2 == 1:
-        hidden = tl.load(
-            HiddenQ + long_n * hidden_q_sb + row * hidden_q_ss, mask=q_valid, other=1
-        )
+        hidden = tl.load(HiddenQ + long_n * hidden_q_sb + row * hidden_q_ss, mask=q_valid, other=1)
         q_valid = q_valid & (hidden == 0)
     steps = in_tile
     if WIDE:
@@ -119,7 +118,14 @@ def backward_queries(
     offs_dv = tl.arange(0, BLOCK_DV)
     place = (start_q + first_m).to(tl.int64)
     q = load_rows(
-        Q + long_n * q_sb + long_h * q_sh + place * q_ss, steps, q_ss, offs_d, q_sd, q_valid, D, True
+        Q + long_n * q_sb + long_h * q_sh + place * q_ss,
+        steps,
+        q_ss,
+        offs_d,
+        q_sd,
+        q_valid,
+        D,
+        True,
     )
     do = load_rows(
         Dout + long_n * do_sb + long_h * do_sh + place * do_ss,
@@ -179,7 +185,9 @@ def backward_queries(
         # dsink = - sum of exp(sink - lse) * delta over the rows that see a key.
         weight = tl.exp2(tl.load(Sink + h) * LOG2E - level)
         share = tl.sum(tl.where(q_valid & (seen > 0), weight * delta, 0.0), 0)
-        tl.store(Share + h + (tl.program_id(0) % tiles + (0 if PACKED else n * tiles)) * heads, -share)
+        tl.store(
+            Share + h + (tl.program_id(0) % tiles + (0 if PACKED else n * tiles)) * heads, -share
+        )
     if WANT_DQ:
         dq = tl.where(q_valid[:, None], dq * scale, 0.0)
         # thd: what lies outside every sequence was filled before.

@@ -69,7 +69,8 @@ def _over_keys(
 
 
 _FREE = [
-    "batch", "heads", "group_size", "tiles", "storage_q", "length_q", "length_kv", "diagonal", "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j",
+    "batch", "heads", "group_size", "tiles", "storage_q", "length_q", "length_kv", "diagonal",
+    "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j",
 ]  # fmt: skip
 
 
@@ -105,9 +106,7 @@ def forward(
     long_n = n.to(tl.int64)
     long_h = h.to(tl.int64)
     if HOLES % 2 == 1:
-        hidden = tl.load(
-            HiddenQ + long_n * hidden_q_sb + row * hidden_q_ss, mask=q_valid, other=1
-        )
+        hidden = tl.load(HiddenQ + long_n * hidden_q_sb + row * hidden_q_ss, mask=q_valid, other=1)
         q_valid = q_valid & (hidden == 0)
     steps = in_tile
     if WIDE:
@@ -116,7 +115,14 @@ def forward(
     offs_dv = tl.arange(0, BLOCK_DV)
     place = (start_q + first_m).to(tl.int64)
     q = load_rows(
-        Q + long_n * q_sb + long_h * q_sh + place * q_ss, steps, q_ss, offs_d, q_sd, q_valid, D, True
+        Q + long_n * q_sb + long_h * q_sh + place * q_ss,
+        steps,
+        q_ss,
+        offs_d,
+        q_sd,
+        q_valid,
+        D,
+        True,
     )
     group = long_h // group_size
     start = start_kv.to(tl.int64)
@@ -167,7 +173,10 @@ def forward(
 
     if TOP:
         largest = tl.max(tl.where(q_valid, m_i, float("-inf")), 0)
-        tl.store(Top + h + (tl.program_id(0) % tiles + (0 if PACKED else n * tiles)) * heads, largest * LN2)
+        tl.store(
+            Top + h + (tl.program_id(0) % tiles + (0 if PACKED else n * tiles)) * heads,
+            largest * LN2,
+        )
     if SINK != 0:
         logit = 0.0
         if SINK == 2:
@@ -185,5 +194,12 @@ def forward(
     # thd: what lies outside every sequence was filled before.
     written = q_valid if PACKED else (row >= 0) & (row < storage_q)
     tl.store(Lse + long_n * lse_sb + long_h * lse_sh + row.to(tl.int64) * lse_ss, lse, mask=written)
-    at = Out + long_n * o_sb + long_h * o_sh + place * o_ss + steps[:, None] * o_ss + offs_dv[None, :]
+    at = (
+        Out
+        + long_n * o_sb
+        + long_h * o_sh
+        + place * o_ss
+        + steps[:, None] * o_ss
+        + offs_dv[None, :]
+    )
     tl.store(at, out.to(Out.dtype.element_ty), mask=written[:, None] & (offs_dv[None, :] < DV))

@@ -92,7 +92,9 @@ def tile_of(Ends, batch, pid, tiles, rows, PACKED: tl.constexpr):
 
 
 @triton.jit
-def visible_blocks(first, last, length, diagonal, left, right, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+def visible_blocks(
+    first, last, length, diagonal, left, right, BLOCK: tl.constexpr, SPLIT: tl.constexpr
+):
     """Blocks of the other side that rows first..last see, as low <= inner_low <= inner_high <= high.
 
     Row i sees j when i + diagonal - left <= j <= i + diagonal + right and 0 <= j < length. In [inner_low,
@@ -120,7 +122,9 @@ def block_at(number, low, before, inner_high, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_rows(base, rows, row_stride, dims, dim_stride, valid, DIM: tl.constexpr, MASKED: tl.constexpr):
+def load_rows(
+    base, rows, row_stride, dims, dim_stride, valid, DIM: tl.constexpr, MASKED: tl.constexpr
+):
     """Rows [M, BLOCK_D] of a tensor, 0 where not valid and past DIM, whatever lies there."""
     at = base + rows[:, None] * row_stride + dims[None, :] * dim_stride
     if MASKED:

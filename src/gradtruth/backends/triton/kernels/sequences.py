@@ -32,8 +32,8 @@ def _count(Ends, n, inside, length, block, carry):
 
 
 _FREE = [
-    "batch", "places_q", "places_kv", "bound_q", "bound_kv",
-    "forward_m", "queries_m", "keys_n", "alone_n",
+    "batch", "places_q", "places_kv", "bound_q", "bound_kv", "forward_m", "queries_m",
+    "keys_n", "alone_n",
 ]  # fmt: skip
 
 
