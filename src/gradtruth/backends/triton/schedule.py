@@ -10,7 +10,8 @@ from gradtruth.core.problem import Problem
 
 __all__ = ["Schedule", "Tile", "padded", "schedule", "tiles_for"]
 
-_LARGE_SHARED = 220 * 1024  # bytes a block may use: Hopper and data-centre Blackwell; others have 99 to 163 KB
+# Bytes a block may use: Hopper and data-centre Blackwell have 227 KB, others 99 to 163 KB.
+_LARGE_SHARED = 220 * 1024
 _ROWS = 64
 
 
