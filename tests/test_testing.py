@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import hypothesis
 import pytest
-import torch
 
 from gradtruth.backends import get
 from gradtruth.core.problem import Problem
@@ -144,8 +143,3 @@ def test_hypothesis_is_imported_only_when_a_strategy_is_made():
     code = "import sys, gradtruth.testing; sys.exit('hypothesis' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == 0
-
-
-def test_a_sample_on_any_device_is_judged_there():
-    sample = make(RECIPE, torch.device("cpu"))
-    assert sample.inputs.q.device.type == "cpu"

@@ -184,7 +184,7 @@ def test_lse_of_math_in_several_blocks(mask, monkeypatch):
 @pytest.mark.parametrize("name", ["sdpa_math", "flex"])
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 def test_a_bias_gradient_is_summed_before_it_is_rounded(name, layout):
-    # Over a thousand rows share the bias; added one by one in fp32 they are off by more than 0.05 of this unit.
+    # Over a thousand rows share the bias; added one by one in fp32 they are off by more than 0.03 of this unit.
     lengths = "cu_seqlens" if layout == "thd" else "full"
     features = {"bias": "post_scale", "bias_dims": (0, 0, 0, 1), "dims": (8, 8)}
     case = draw(12, layout=layout, lengths=lengths, sizes=(1500, 5), batch=2, **features)
@@ -193,7 +193,7 @@ def test_a_bias_gradient_is_summed_before_it_is_rounded(name, layout):
     grads = backend.backward(case.problem, case.inputs, forward, case.dout, None, Wanted())
     value, magnitude = answer(case)
     error = (grads.dbias.double() - value["dbias"]).abs().max()
-    assert error <= 0.05 * 2.0**-24 * magnitude["dbias"].max()
+    assert error <= 0.02 * 2.0**-24 * magnitude["dbias"].max()
 
 
 @pytest.mark.parametrize("dtype", HALVES)

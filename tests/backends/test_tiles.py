@@ -36,7 +36,11 @@ def test_tiles_make_the_whole(chunk, backend_names, poisoned_memory):
             tiled = run_tiled(given, backend, recipe.seed)
             found = list(findings(given, truth, tiled, claims, slack=SLACK))
             if found:
-                wrong.append("\n  ".join([f"{backend.name}: {recipe.label()}", *found, repeat(recipe, backend.name)]))
+                wrong.append(
+                    "\n  ".join(
+                        [f"{backend.name}: {recipe.label()}", *found, repeat(recipe, backend.name)]
+                    )
+                )
     assert not wrong, "\n".join([f"{len(wrong)} of {ran} are wrong", *wrong[:8]])
 
 

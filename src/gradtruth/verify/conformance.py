@@ -170,9 +170,8 @@ def _forms(problem: Problem, inputs: Inputs) -> dict[str, tuple[torch.dtype, tup
         "out": (dtype, (*inputs.q.shape[:-1], problem.head_dim_v)),
         "lse": (wide, (S, H) if problem.layout == "thd" else (B, H, S)),
         "max_logit": (torch.float32, (H,)),
-        "dsoftmax_offset": (torch.float32, (H,)),
     }
-    for name in ("q", "k", "v", "bias"):
+    for name in ("q", "k", "v", "bias", "softmax_offset"):
         tensor = getattr(inputs, name)
         if tensor is not None:
             found[f"d{name}"] = (tensor.dtype, tuple(tensor.shape))

@@ -139,7 +139,7 @@ def build(row: Row, seed: int) -> Recipe:
         row: a value of every axis.
         seed: decides sizes, lengths, windows and values.
     """
-    rng = random.Random(_SEED + seed)  # noqa: S311 - not a secret
+    rng = random.Random(_SEED + seed)
     S, T, places = _places(row, rng)
     B = len(places)
     num_heads, num_gqa_groups = map(int, row["heads"].split("/"))

@@ -41,7 +41,6 @@ _ABLE = (
 )
 _HALVES = ("bfloat16", "float16")
 _LN2 = math.log(2.0)
-_Index = Tensor
 _ScoreMod = Callable[..., Tensor]
 _MaskMod = Callable[..., Tensor]
 
@@ -185,7 +184,7 @@ def _mask_mod(
         picks = pick
         tensors += indices
 
-    def mask_mod(b: _Index, h: _Index, m: _Index, n: _Index, *given: Tensor) -> Tensor:
+    def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor, *given: Tensor) -> Tensor:
         sequence_q, sequence_kv, i, j, diagonal, *rest = given
         visible = sequence_q[b, m] == sequence_kv[b, n]
         inside = band.visible(i[b, m], j[b, n], diagonal[b, m])
@@ -218,7 +217,7 @@ def _score_mod(
         tensors = [*tensors, per_query, places.i + places.diagonal, places.j]
 
     def score_mod(
-        score: Tensor, b: _Index, h: _Index, m: _Index, n: _Index, *given: Tensor
+        score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *given: Tensor
     ) -> Tensor:
         bias = None if pick is None else pick(given[:biased], b, h, m, n).to(score.dtype)
         if bias is not None and spec.bias == "pre_scale":
@@ -245,7 +244,7 @@ def _lookup(tensor: Tensor, places: Places) -> tuple[Callable[..., Tensor], list
     row = places.row.clamp(0, rows - 1)
     column = places.column.clamp(0, columns - 1)
 
-    def pick(given: tuple[Tensor, ...], b: _Index, h: _Index, m: _Index, n: _Index) -> Tensor:
+    def pick(given: tuple[Tensor, ...], b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         values, sequence, row, column = given
         head = h if heads > 1 else h * 0
         return values[sequence[b, m], head, row[b, m], column[b, n]]
@@ -296,10 +295,10 @@ def _compiled(
 
     q, k, v = operands
 
-    def score_mod(score: Tensor, b: _Index, h: _Index, m: _Index, n: _Index) -> Tensor:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         return mods.score(score, b, h, m, n, *mods.score_tensors)
 
-    def mask_mod(b: _Index, h: _Index, m: _Index, n: _Index) -> Tensor:
+    def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         return mods.mask(b, h, m, n, *mods.mask_tensors)
 
     block_mask = flex.create_block_mask(
