@@ -138,7 +138,7 @@ def _autocast(tensors: TensorArguments) -> TensorArguments:
 def _tf32(tensors: TensorArguments) -> bool:
     """PyTorch's own switch, where it means something."""
     q = tensors.query
-    return q.is_cuda and q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return bool(q.is_cuda and q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
 
 
 # ---------------------------------------------------------------- the calls

@@ -432,6 +432,24 @@ def test_a_ragged_problem_is_not_claimed_shielded_and_ends_in_exact_zeros(name):
         assert (grads.dv[n, lk:] == 0).all()
 
 
+def test_flash_reads_no_foreign_row_outside_every_sequence():
+    case = draw(21, lengths="cu_seqlens", batch=3, sizes=(17, 19), right=0)
+    backend = get("sdpa_flash")
+    forward = backend.forward(case.problem, case.inputs)
+    outside = forward.lse == -torch.inf
+    assert outside.any()
+    rows = outside.transpose(1, 2)[..., None]
+    poisoned = Forward(
+        out=forward.out.masked_fill(rows, torch.nan),
+        lse=forward.lse.masked_fill(outside, torch.nan),
+    )
+    dout = case.dout.masked_fill(rows, torch.nan)
+    want = backend.backward(case.problem, case.inputs, forward, case.dout, None, Wanted())
+    got = backend.backward(case.problem, case.inputs, poisoned, dout, None, Wanted())
+    for key in ("dq", "dk", "dv"):
+        assert torch.equal(getattr(got, key), getattr(want, key))
+
+
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_math", "flex"])
 def test_a_tile_is_a_problem(name):
     # The dense mask and the bias are read at the tile's place, not at its start.

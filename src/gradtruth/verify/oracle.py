@@ -171,7 +171,7 @@ class _Walk:
         if inputs.bias is not None:
             shapes["dbias"] = inputs.bias.shape
         if problem.spec.softmax == "learnable":
-            shapes["dsoftmax_offset"] = (problem.num_heads,)
+            shapes["dsoftmax_offset"] = torch.Size((problem.num_heads,))
         errors = {}
         if isinstance(given, OracleForward):
             errors, given = given.magnitudes, (given.out, given.lse)

@@ -50,7 +50,7 @@ class FlashCpu:
         if problem.head_dim_qk != problem.head_dim_v:
             text = f"head_dim_qk is {problem.head_dim_qk} and head_dim_v {problem.head_dim_v}, they must be equal"
             found.append(Reason(ReasonCode.HEAD_DIM, text))
-        if problem.group_size > 1 and torch.__version__ < _GQA_SINCE:
+        if problem.group_size > 1 and torch.__version__ < _GQA_SINCE:  # type: ignore[operator]
             text = f"{problem.group_size} query heads share a KV head in torch {torch.__version__}, 2.13 is needed"
             found.append(Reason(ReasonCode.VERSION, text))
         return found
@@ -118,7 +118,8 @@ class FlashCpu:
 
 def _precision(problem: Problem, device: torch.device) -> AbstractContextManager[None]:
     """full_precision, or nothing where it would change nothing: the operators do not know autocast."""
-    exact = torch.backends.mkldnn.matmul.fp32_precision in ("ieee", "none")
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    exact = matmul.fp32_precision in ("ieee", "none")
     return _AS_IT_IS if exact else full_precision(problem, device)
 
 
