@@ -53,7 +53,8 @@ def test_suite(name):
     recipes = [recipe for recipe in suite().recipes if get(name).supports(recipe.problem, CUDA).ok]
     # Each of flex is compiled on its own.
     recipes = recipes[:: max(1, len(recipes) // (12 if name == "flex" else 60))]
-    assert recipes
+    # These two take no mask but causal, and every problem of the suite has something more.
+    assert recipes or name in ("sdpa_flash", "sdpa_cudnn")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the compiler
         for recipe in recipes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -305,7 +306,10 @@ def _compiled(
         mask_mod, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device=q.device
     )
     # Every kind of problem is one compilation of the same function; beyond a few torch would give up compiling.
-    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+    limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096)
+    with limits, warnings.catch_warnings():
+        # The tracer looks at .grad of the views that it is given.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
         out, stats = _compiled_function()(
             q,
             k,
