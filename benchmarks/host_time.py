@@ -28,7 +28,7 @@ from gradtruth.core.problem import Problem
 from gradtruth.core.support import DEFAULT_CLAIMS, Claims, Support
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 
-BLOCKS, CALLS = 15, 200
+BLOCKS, CALLS = 9, 200
 
 
 class Nothing:
