@@ -13,9 +13,9 @@ from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Grads
 from gradtruth.errors import InvalidProblem, UnsupportedProblem
 from gradtruth.testing import assert_verified, problems, recipes
-from gradtruth.verify.case import Case
-from gradtruth.verify.inputs import make
-from gradtruth.verify.recipe import Recipe
+from gradtruth.verify.cases.case import Case
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.recipe import Recipe
 
 PROBLEM = Problem(
     spec=Spec(right=0),

@@ -9,10 +9,10 @@ import torch
 
 from gradtruth.backends import get
 from gradtruth.testing import unpoisoned
-from gradtruth.verify import oracle
-from gradtruth.verify.conformance import run
-from gradtruth.verify.inputs import make
-from gradtruth.verify.suite import suite
+from gradtruth.verify.suite.conformance import run
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.suite import suite
+from gradtruth.verify.truth import oracle
 
 CPU = torch.device("cpu")
 CHUNKS = 4

@@ -9,10 +9,10 @@ import torch
 
 from gradtruth.backends import get
 from gradtruth.core.layout import canonical, canonical_lse
-from gradtruth.verify.conformance import judge, run, truth_of
-from gradtruth.verify.inputs import make
-from gradtruth.verify.recipe import Recipe
-from gradtruth.verify.suite import suite
+from gradtruth.verify.suite.conformance import judge, run, truth_of
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.recipe import Recipe
+from gradtruth.verify.suite.suite import suite
 
 CPU = torch.device("cpu")
 CHUNKS = 4

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradtruth.verify.matrix import golden, markdown
+from gradtruth.verify.suite.matrix import golden, markdown
 
 ROOT = Path(__file__).parents[2]
 

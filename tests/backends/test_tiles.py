@@ -8,10 +8,10 @@ import torch
 from gradtruth.backends import get
 from gradtruth.core.extents import resolve
 from gradtruth.testing import repeat, unpoisoned
-from gradtruth.verify.conformance import findings, truth_of
-from gradtruth.verify.inputs import make
-from gradtruth.verify.suite import suite
-from gradtruth.verify.tiling import run_tiled, tile_cover
+from gradtruth.verify.suite.conformance import findings, truth_of
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.suite import suite
+from gradtruth.verify.suite.tiling import run_tiled, tile_cover
 
 CPU = torch.device("cpu")
 CHUNKS = 8

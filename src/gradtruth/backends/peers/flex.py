@@ -42,6 +42,7 @@ _ABLE = (
 )
 _HALVES = ("bfloat16", "float16")
 _LN2 = math.log(2.0)
+_WIDEST_FP32 = 128  # 192 asks for 338 KiB on an H200, which has 227
 _ScoreMod = Callable[..., Tensor]
 _MaskMod = Callable[..., Tensor]
 
@@ -134,6 +135,10 @@ def _cuda_reasons(problem: Problem) -> list[Reason]:
         value = getattr(problem, name)
         if not 16 <= value <= 256:
             found.append(Reason(ReasonCode.HEAD_DIM, f"{name} is {value}, 16 to 256 are compiled"))
+    widest = max(problem.head_dim_qk, problem.head_dim_v)
+    if problem.dtype == "float32" and widest > _WIDEST_FP32:
+        text = f"head dim is {widest} in float32, up to {_WIDEST_FP32} its tiles fit into shared memory"
+        found.append(Reason(ReasonCode.HEAD_DIM, text))
     if problem.spec.sink and problem.dtype in _HALVES:
         text = f"softmax_type is {problem.spec.softmax}, and out is rounded to {problem.dtype} before the sink"
         found.append(Reason(ReasonCode.SOFTMAX, text))

@@ -12,11 +12,11 @@ from gradtruth.backends import Backend, get
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import Claims
 from gradtruth.core.tensors import Forward, Grads, Inputs
-from gradtruth.verify import oracle
-from gradtruth.verify.budget import Row, compare
-from gradtruth.verify.inputs import Sample
-from gradtruth.verify.poison import poison_forward
-from gradtruth.verify.rounding import Magnitude
+from gradtruth.verify.suite.inputs import Sample
+from gradtruth.verify.suite.poison import poison_forward
+from gradtruth.verify.truth import oracle
+from gradtruth.verify.truth.budget import Row, compare
+from gradtruth.verify.truth.rounding import Magnitude
 
 __all__ = ["Truth", "examine", "findings", "judge", "named", "run", "truth_of"]
 

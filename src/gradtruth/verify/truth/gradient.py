@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradtruth.verify.rounding import (
+from gradtruth.verify.truth.rounding import (
     Magnitude,
     Rounding,
     RowErrors,
@@ -22,7 +22,7 @@ from gradtruth.verify.rounding import (
     rounding_of,
     summing,
 )
-from gradtruth.verify.scoring import Scores, Sequence
+from gradtruth.verify.truth.scoring import Scores, Sequence
 
 __all__ = ["Block", "SequenceGradients", "Sum"]
 

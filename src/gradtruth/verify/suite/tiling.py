@@ -21,8 +21,8 @@ from gradtruth.core.merge import apply_sink, merge, sink_gradient
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Forward, Inputs
 from gradtruth.core.tile import Range, tile
-from gradtruth.verify.inputs import Sample
-from gradtruth.verify.poison import valid_places
+from gradtruth.verify.suite.inputs import Sample
+from gradtruth.verify.suite.poison import valid_places
 
 __all__ = ["Tile", "run_tiled", "tile_cover"]
 

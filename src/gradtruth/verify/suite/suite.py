@@ -9,8 +9,8 @@ from itertools import product
 
 from gradtruth.core.problem import Problem
 from gradtruth.core.spec import Spec
-from gradtruth.verify.cover import Cover, Row, Rule, cover
-from gradtruth.verify.recipe import Place, Recipe
+from gradtruth.verify.suite.cover import Cover, Row, Rule, cover
+from gradtruth.verify.suite.recipe import Place, Recipe
 
 __all__ = ["AXES", "BLOCK", "RULES", "Suite", "allowed", "build", "edges", "suite"]
 

@@ -18,8 +18,8 @@ from gradtruth.core.layout import canonical, canonical_lse
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Inputs
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify.rounding import Magnitude, rounding_of
-from gradtruth.verify.scoring import Place, places
+from gradtruth.verify.truth.rounding import Magnitude, rounding_of
+from gradtruth.verify.truth.scoring import Place, places
 
 __all__ = ["Norms", "Row", "Share", "Summary", "compare", "eps_of", "summarise"]
 
@@ -253,7 +253,7 @@ def compare(
         inputs: its tensors; only what says where sequences lie is read.
         name: "out", "lse", "max_logit" or a field of ``Grads``.
         measured: the result, in the problem's layout.
-        oracle, magnitude: from ``verify.oracle``, for the same (out, lse) if they were given.
+        oracle, magnitude: from ``truth.oracle``, for the same (out, lse) if they were given.
         yardstick: the result of the ``unfused`` backend in the same dtype on the same input.
 
     Returns:

@@ -11,10 +11,10 @@ from gradtruth.core.layout import stored
 from gradtruth.core.problem import DTYPES, Problem
 from gradtruth.core.tensors import Inputs, Wanted
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify.arrangement import arrange, arrange_dout
-from gradtruth.verify.families import FAMILIES, noise, values
-from gradtruth.verify.poison import poison, poison_lse, poison_rows
-from gradtruth.verify.recipe import POISONS, Place, Recipe
+from gradtruth.verify.suite.arrangement import arrange, arrange_dout
+from gradtruth.verify.suite.families import FAMILIES, noise, values
+from gradtruth.verify.suite.poison import poison, poison_lse, poison_rows
+from gradtruth.verify.suite.recipe import POISONS, Place, Recipe
 
 __all__ = ["FAMILIES", "Recipe", "Sample", "make", "noise", "poison"]
 

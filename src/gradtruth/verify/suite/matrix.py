@@ -10,8 +10,8 @@ import torch
 from gradtruth.backends import ORDER, get
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import ReasonCode
-from gradtruth.verify.inputs import make
-from gradtruth.verify.suite import AXES, allowed, build, suite
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.suite import AXES, allowed, build, suite
 
 __all__ = ["features", "golden", "markdown"]
 
