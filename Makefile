@@ -41,8 +41,8 @@ contracts: $(VENV)/.dev  ## who may import whom
 unit: $(VENV)/.dev  ## tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --timeout 600 $(ARGS)
 
-bench: $(VENV)/.dev  ## timings; verifies before it times
-	$(BIN)/python -m benchmarks.run $(ARGS)
+bench: $(VENV)/.dev  ## host time of a call, and CPU auto beside SDPA
+	$(BIN)/python -m benchmarks.host_time $(ARGS)
 
 fmt: $(VENV)/.dev  ## format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix-only --quiet .

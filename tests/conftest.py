@@ -26,6 +26,14 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)  # the tests are small and xdist fills the cores
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many pairs of features the conformance suite covered."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "cover" and report.when == "call":
+                terminalreporter.write_line(f"conformance suite: {value}")
+
+
 @pytest.fixture(scope="session")
 def backend_names(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """The backends under test: all, or those named by --backend."""

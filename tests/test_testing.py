@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import hypothesis
 import pytest
-import torch
 
 from gradtruth.backends import get
 from gradtruth.core.problem import Problem
@@ -14,9 +13,9 @@ from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Grads
 from gradtruth.errors import InvalidProblem, UnsupportedProblem
 from gradtruth.testing import assert_verified, problems, recipes
-from gradtruth.verify.case import Case
-from gradtruth.verify.inputs import make
-from gradtruth.verify.recipe import Recipe
+from gradtruth.verify.cases.case import Case
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.recipe import Recipe
 
 PROBLEM = Problem(
     spec=Spec(right=0),
@@ -144,8 +143,3 @@ def test_hypothesis_is_imported_only_when_a_strategy_is_made():
     code = "import sys, gradtruth.testing; sys.exit('hypothesis' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == 0
-
-
-def test_a_sample_on_any_device_is_judged_there():
-    sample = make(RECIPE, torch.device("cpu"))
-    assert sample.inputs.q.device.type == "cpu"

@@ -23,7 +23,7 @@ from gradtruth.arguments import (
     max_seqlens,
     spec_of,
 )
-from gradtruth.backends.select import Selection
+from gradtruth.backends.select import Selection, select
 from gradtruth.core.recent import Recent
 from gradtruth.core.tensors import Forward
 from gradtruth.errors import InvalidProblem
@@ -138,7 +138,7 @@ def _autocast(tensors: TensorArguments) -> TensorArguments:
 def _tf32(tensors: TensorArguments) -> bool:
     """PyTorch's own switch, where it means something."""
     q = tensors.query
-    return q.is_cuda and q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return bool(q.is_cuda and q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
 
 
 # ---------------------------------------------------------------- the calls
@@ -244,7 +244,8 @@ def select_for(tensors: TensorArguments, options: Options, policy: Policy) -> Se
     """The selection that ``run_forward`` would make."""
     name = _backend_name(policy)
     check_tensor("query", tensors.query)
-    return _plan(_autocast(tensors), options, name).selection
+    problem = _plan(_autocast(tensors), options, name).problem
+    return select(problem, tensors.query.device, name, whole=True)
 
 
 def _prepare(
@@ -257,7 +258,8 @@ def _prepare(
     check_inputs = policy.check_inputs
     if check_inputs is not None and not isinstance(check_inputs, bool):
         raise InvalidProblem(f"check_inputs is {check_inputs!r}, expected True, False or None")
-    check_tensor("query", tensors.query)
+    if not isinstance(tensors.query, Tensor):
+        check_tensor("query", tensors.query)
     tensors = _autocast(tensors)
     if not policy.settled and _tf32(tensors):
         options = options._replace(allow_tf32=True)

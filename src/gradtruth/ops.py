@@ -326,7 +326,7 @@ class _AttentionBackward(torch.autograd.Function):
     """The backward under create_graph=True: right once, an error when differentiated again."""
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
         return _backward_once(*arguments)
 
     @staticmethod
@@ -395,11 +395,16 @@ torch.library.register_fake("gradtruth::attention_backward", _backward_fake, lib
 # ---------------------------------------------------------------- entry points
 
 
+def _in_transform() -> bool:
+    """True inside torch.func.grad, vmap and the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+
+
 def is_plain(*given: Any) -> bool:
     """True when nothing listens in: no compiler, no dispatch mode, no functorch, no tensor subclass."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _in_transform():
         return False
     return not any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in given)
 
@@ -419,10 +424,7 @@ def attend(
             present = [tensor for tensor in tensors if tensor is not None]
             return _PlannedAttention.apply(plan, options, *present)  # type: ignore[return-value]
         return _run_forward(plan, tensors)
-    if (
-        not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is not None
-    ):
+    if not torch.compiler.is_compiling() and _in_transform():
         return _Attention.apply(options, *tensors)  # type: ignore[return-value]
     return torch.ops.gradtruth.attention_forward.default(*tensors, *options)
 

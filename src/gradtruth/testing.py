@@ -16,11 +16,11 @@ from gradtruth.backends import Backend, get
 from gradtruth.backends.select import select
 from gradtruth.core.problem import Problem
 from gradtruth.errors import InvalidProblem, UnsupportedProblem
-from gradtruth.verify.case import Case
-from gradtruth.verify.conformance import examine, truth_of
-from gradtruth.verify.inputs import Sample, make
-from gradtruth.verify.recipe import Recipe
-from gradtruth.verify.suite import AXES, allowed, build
+from gradtruth.verify.cases.case import Case
+from gradtruth.verify.suite.conformance import examine, truth_of
+from gradtruth.verify.suite.inputs import Sample, make
+from gradtruth.verify.suite.recipe import Recipe
+from gradtruth.verify.suite.suite import AXES, allowed, build
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -103,7 +103,7 @@ def recipes(**fixed: str) -> SearchStrategy[Recipe]:
     """A hypothesis strategy: recipes from the axes of the conformance suite.
 
     Args:
-        fixed: axes that have one value, e.g. ``layout="thd", dtype="bfloat16"`` (see ``verify.suite.AXES``).
+        fixed: axes that have one value, e.g. ``layout="thd", dtype="bfloat16"`` (see ``verify.suite.suite.AXES``).
 
     Raises:
         ModuleNotFoundError: hypothesis is not installed.
@@ -114,7 +114,7 @@ def recipes(**fixed: str) -> SearchStrategy[Recipe]:
     unknown = {axis: value for axis, value in fixed.items() if value not in AXES.get(axis, ())}
     if unknown:
         raise InvalidProblem(
-            f"fixed is {unknown}, expected axes of verify.suite.AXES and their values"
+            f"fixed is {unknown}, expected axes of verify.suite.suite.AXES and their values"
         )
 
     @st.composite

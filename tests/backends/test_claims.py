@@ -9,10 +9,10 @@ import torch
 
 from gradtruth.backends import get
 from gradtruth.testing import unpoisoned
-from gradtruth.verify import oracle
-from gradtruth.verify.conformance import run
-from gradtruth.verify.inputs import make
-from gradtruth.verify.suite import suite
+from gradtruth.verify.suite.conformance import run
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.suite import suite
+from gradtruth.verify.truth import oracle
 
 CPU = torch.device("cpu")
 CHUNKS = 4
@@ -38,7 +38,10 @@ def cases(chunk, names):
     for place, recipe in enumerate(RECIPES[chunk::CHUNKS]):
         sample = make(recipe)
         for backend in map(get, names):
-            if place % SHARES.get(backend.name, 1) == 0 and backend.supports(sample.problem, CPU).ok:
+            if (
+                place % SHARES.get(backend.name, 1) == 0
+                and backend.supports(sample.problem, CPU).ok
+            ):
                 yield recipe, sample, backend, backend.claims(sample.problem, CPU)
 
 
@@ -57,8 +60,12 @@ def test_bits_are_what_is_claimed(chunk, backend_names):
         if claims.deterministic and len(recipe.wanted) > 1:
             fewer = replace(used, wanted=replace(used.wanted, dk=False, dbias=False))
             found = run(fewer, backend, claims)
-            checks["fewer wanted gradients"] = different({name: once[name] for name in found}, found)
-            checks["a gradient that is not wanted"] = [name for name in found if name in ("dk", "dbias")]
+            checks["fewer wanted gradients"] = different(
+                {name: once[name] for name in found}, found
+            )
+            checks["a gradient that is not wanted"] = [
+                name for name in found if name in ("dk", "dbias")
+            ]
         wrong += [
             f"{backend.name}: {name} changes {', '.join(changed)} of {recipe.label()}"
             for name, changed in checks.items()

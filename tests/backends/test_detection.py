@@ -13,9 +13,9 @@ import torch
 from gradtruth.backends import get
 from gradtruth.core.layout import canonical
 from gradtruth.core.support import Claims
-from gradtruth.verify.conformance import judge, run, truth_of
-from gradtruth.verify.inputs import make
-from gradtruth.verify.suite import suite
+from gradtruth.verify.suite.conformance import judge, run, truth_of
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.suite import suite
 
 CPU = torch.device("cpu")
 CHUNKS = 4

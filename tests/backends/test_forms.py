@@ -9,10 +9,10 @@ import torch
 
 from gradtruth.backends import get
 from gradtruth.core.layout import canonical, canonical_lse
-from gradtruth.verify.conformance import judge, run, truth_of
-from gradtruth.verify.inputs import make
-from gradtruth.verify.recipe import Recipe
-from gradtruth.verify.suite import suite
+from gradtruth.verify.suite.conformance import judge, run, truth_of
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.recipe import Recipe
+from gradtruth.verify.suite.suite import suite
 
 CPU = torch.device("cpu")
 CHUNKS = 4
@@ -35,10 +35,15 @@ def forms(recipe: Recipe) -> dict[str, Recipe]:
 
     def form(lengths_from, places, sizes, bounds, layout=None):
         problem = plain.problem
-        spec = replace(problem.spec, lengths=lengths_from, layout=layout or problem.layout, packing="separate")
+        spec = replace(
+            problem.spec, lengths=lengths_from, layout=layout or problem.layout, packing="separate"
+        )
         shapes = {
             name: None if shape is None else _own(shape, problem, bounds)
-            for name, shape in (("bias_shape", problem.bias_shape), ("mask_shape", problem.mask_shape))
+            for name, shape in (
+                ("bias_shape", problem.bias_shape),
+                ("mask_shape", problem.mask_shape),
+            )
         }
         problem = replace(
             problem,
@@ -71,7 +76,11 @@ def _start(lengths, n, side, gap):
 
 def _own(shape, problem, bounds):
     """A bias per sequence: one that is shared lies at storage places, which differ between the forms."""
-    return (problem.batch, shape[1], *(1 if n == 1 else m for n, m in zip(shape[2:], bounds, strict=True)))
+    return (
+        problem.batch,
+        shape[1],
+        *(1 if n == 1 else m for n, m in zip(shape[2:], bounds, strict=True)),
+    )
 
 
 def parts(recipe: Recipe, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -85,13 +94,18 @@ def parts(recipe: Recipe, results: dict[str, torch.Tensor]) -> dict[str, torch.T
             if name == "lse":
                 found[f"lse {n}"] = canonical_lse(tensor, layout)[row, :, rows]
             elif name in ("out", "dq", "dk", "dv"):
-                found[f"{name} {n}"] = canonical(tensor, layout)[row, columns if name in ("dk", "dv") else rows]
+                found[f"{name} {n}"] = canonical(tensor, layout)[
+                    row, columns if name in ("dk", "dv") else rows
+                ]
             elif name == "dbias":
-                at = [slice(None) if size == 1 else where for size, where in zip(
-                    tensor.shape[2:],
-                    (slice(q), slice(kv)) if layout == "thd" else (rows, columns),
-                    strict=True,
-                )]
+                at = [
+                    slice(None) if size == 1 else where
+                    for size, where in zip(
+                        tensor.shape[2:],
+                        (slice(q), slice(kv)) if layout == "thd" else (rows, columns),
+                        strict=True,
+                    )
+                ]
                 found[f"dbias {n}"] = tensor[n][:, at[0], at[1]]
             else:
                 found[name] = tensor
@@ -108,7 +122,9 @@ def test_every_form_of_a_batch_gives_the_same(chunk, backend_names):
             if backend.name in SLOW and place > 1:
                 continue
             able = {
-                name: pair for name, pair in given.items() if backend.supports(pair[1].problem, CPU).ok
+                name: pair
+                for name, pair in given.items()
+                if backend.supports(pair[1].problem, CPU).ok
             }
             found = {}
             for name, (form, sample) in able.items():
@@ -116,8 +132,16 @@ def test_every_form_of_a_batch_gives_the_same(chunk, backend_names):
                 used = sample if claims.shielded else make(replace(form, poison="none"))
                 results = run(used, backend, claims)
                 found[name] = parts(form, results)
-                rows = [row for key in results for row in judge(used, truth[name], key, results[key], claims)]
-                wrong += [f"{backend.name} {name} {form.label()}: {r.tensor} {r.finding}" for r in rows if not r.passed]
+                rows = [
+                    row
+                    for key in results
+                    for row in judge(used, truth[name], key, results[key], claims)
+                ]
+                wrong += [
+                    f"{backend.name} {name} {form.label()}: {r.tensor} {r.finding}"
+                    for r in rows
+                    if not r.passed
+                ]
             if backend.name in SAME_BITS:
                 wrong += [
                     f"{backend.name} {name} {recipe.label()}: {key} has other bits than right-padded"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradtruth.verify.matrix import golden, markdown
+from gradtruth.verify.suite.matrix import golden, markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,4 +20,6 @@ def test_support_matrix_is_as_reviewed(place, generate, request):
     path, text = ROOT / place, generate()
     if request.config.getoption("--update-golden"):
         path.write_text(text, encoding="utf-8")
-    assert path.read_text(encoding="utf-8") == text, "review the change, then run with --update-golden"
+    assert path.read_text(encoding="utf-8") == text, (
+        "review the change, then run with --update-golden"
+    )

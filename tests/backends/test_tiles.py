@@ -8,10 +8,10 @@ import torch
 from gradtruth.backends import get
 from gradtruth.core.extents import resolve
 from gradtruth.testing import repeat, unpoisoned
-from gradtruth.verify.conformance import findings, truth_of
-from gradtruth.verify.inputs import make
-from gradtruth.verify.suite import suite
-from gradtruth.verify.tiling import run_tiled, tile_cover
+from gradtruth.verify.suite.conformance import findings, truth_of
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.suite import suite
+from gradtruth.verify.suite.tiling import run_tiled, tile_cover
 
 CPU = torch.device("cpu")
 CHUNKS = 8
@@ -36,7 +36,11 @@ def test_tiles_make_the_whole(chunk, backend_names, poisoned_memory):
             tiled = run_tiled(given, backend, recipe.seed)
             found = list(findings(given, truth, tiled, claims, slack=SLACK))
             if found:
-                wrong.append("\n  ".join([f"{backend.name}: {recipe.label()}", *found, repeat(recipe, backend.name)]))
+                wrong.append(
+                    "\n  ".join(
+                        [f"{backend.name}: {recipe.label()}", *found, repeat(recipe, backend.name)]
+                    )
+                )
     assert not wrong, "\n".join([f"{len(wrong)} of {ran} are wrong", *wrong[:8]])
 
 

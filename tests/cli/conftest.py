@@ -3,7 +3,7 @@ import torch
 
 from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Inputs
-from gradtruth.verify.case import Case
+from gradtruth.verify.cases.case import Case
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from examples import report_d256_batch, report_thd_gqa_backward
 from gradtruth.backends.reference import Reference
 from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Grads, Inputs
-from gradtruth.verify.case import Case
+from gradtruth.verify.cases.case import Case
 
 # ---------------------------------------------------------------- head_dim 256, a batch
 

@@ -12,8 +12,8 @@ from gradtruth.backends import get
 from gradtruth.core.layout import canonical
 from gradtruth.core.tensors import Wanted
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify import oracle
-from gradtruth.verify.budget import Norms, Row, Share, compare, eps_of, summarise
+from gradtruth.verify.truth import oracle
+from gradtruth.verify.truth.budget import Norms, Row, Share, compare, eps_of, summarise
 
 SETTINGS = [
     {"right": 0, "d": 32},

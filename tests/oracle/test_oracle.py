@@ -16,7 +16,7 @@ from gradtruth.core.problem import Problem
 from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Inputs, Wanted
 from gradtruth.core.tile import tile
-from gradtruth.verify import oracle
+from gradtruth.verify.truth import oracle
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 

@@ -8,7 +8,7 @@ from tests.oracle.problems import generate
 from tests.oracle.scalar import attend
 
 from gradtruth.core.layout import canonical, canonical_lse
-from gradtruth.verify import oracle
+from gradtruth.verify.truth import oracle
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 

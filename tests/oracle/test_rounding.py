@@ -5,8 +5,8 @@ import torch
 from tests.oracle.dense import by_head, dense, heterogeneous, scores
 from tests.oracle.problems import generate
 
-from gradtruth.verify import oracle
-from gradtruth.verify.rounding import rounding_of
+from gradtruth.verify.truth import oracle
+from gradtruth.verify.truth.rounding import rounding_of
 
 EPS = 1e-7
 

@@ -9,8 +9,8 @@ import torch
 from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Inputs
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify.case import Case
-from gradtruth.verify.provenance import machine_facts
+from gradtruth.verify.cases.case import Case
+from gradtruth.verify.cases.provenance import machine_facts
 
 
 def _noise(*shape, dtype=torch.float32):

@@ -10,7 +10,7 @@ import torch
 from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Inputs
 from gradtruth.errors import CaseFormatError
-from gradtruth.verify.case import Case
+from gradtruth.verify.cases.case import Case
 
 _KEY = "gradtruth.case"
 

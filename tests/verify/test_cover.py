@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from gradtruth.verify.cover import cover
+from gradtruth.verify.suite.cover import cover
 
 AXES = {
     "colour": {"red": 1.0, "green": 1.0, "blue": 1.0},

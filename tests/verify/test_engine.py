@@ -13,7 +13,7 @@ from gradtruth.core.support import Reason, ReasonCode, Support
 from gradtruth.core.tensors import Forward, Inputs
 from gradtruth.errors import UnsupportedProblem
 from gradtruth.verify import engine
-from gradtruth.verify.case import Case
+from gradtruth.verify.cases.case import Case
 from gradtruth.verify.engine import steps_of, verify_case
 from gradtruth.verify.findings import ExitCode, Part, Row, Verdict, exit_code, row_of_json
 

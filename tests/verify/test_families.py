@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify.families import FAMILIES, noise, values
+from gradtruth.verify.suite.families import FAMILIES, noise, values
 
 SHAPE = (2, 7, 3, 8)
 MASK = (1 << 64) - 1

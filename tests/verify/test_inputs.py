@@ -11,11 +11,11 @@ from gradtruth.core.problem import Problem, StrideClass
 from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Forward
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify.arrangement import ARRANGEMENTS, arrange
-from gradtruth.verify.inputs import make
-from gradtruth.verify.poison import poison, poison_forward, restride, valid_places
-from gradtruth.verify.recipe import Recipe
-from gradtruth.verify.suite import suite
+from gradtruth.verify.suite.arrangement import ARRANGEMENTS, arrange
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.poison import poison, poison_forward, restride, valid_places
+from gradtruth.verify.suite.recipe import Recipe
+from gradtruth.verify.suite.suite import suite
 
 SIZES = {
     "batch": 2, "num_heads": 2, "num_gqa_groups": 2, "head_dim_qk": 8, "head_dim_v": 8, "dtype": "float32",

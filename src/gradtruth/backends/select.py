@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -59,20 +59,24 @@ class Selection:
 
 def required_claims(problem: Problem) -> Claims:
     """The guarantees that ``auto`` demands: the default set, less or more as the Spec asks."""
-    return replace(
-        DEFAULT_CLAIMS,
-        deterministic=problem.spec.deterministic,
-        batch_invariant=problem.spec.batch_invariant,
-    )
+    return _demanded(problem.spec.deterministic, problem.spec.batch_invariant)
+
+
+@cache
+def _demanded(deterministic: bool, batch_invariant: bool) -> Claims:  # noqa: FBT001 - cached
+    return replace(DEFAULT_CLAIMS, deterministic=deterministic, batch_invariant=batch_invariant)
 
 
 @lru_cache(maxsize=4096)
-def select(problem: Problem, device: torch.device, backend: str = "auto") -> Selection:
+def select(
+    problem: Problem, device: torch.device, backend: str = "auto", *, whole: bool = False
+) -> Selection:
     """Choose a backend.
 
     Args:
         problem: what is to be computed.
         device: where.
+        whole: ask every backend, also those after the chosen one, so that the trace is complete.
         backend: "auto": the first of ``ORDER`` that supports the problem and makes the required claims; a
             name: that one or an error; "a,b": a's forward with b's backward.
 
@@ -82,7 +86,12 @@ def select(problem: Problem, device: torch.device, backend: str = "auto") -> Sel
     """
     copies = tuple(name for name, found in problem.strides if not found.unit)
     if backend == "auto":
-        trace = tuple(_consider(name, problem, device) for name in ORDER)
+        lines: list[Considered] = []
+        for name in ORDER:
+            lines.append(_consider(name, problem, device))
+            if lines[-1].support.ok and not whole:
+                break
+        trace = tuple(lines)
         chosen = next((get(line.name) for line in trace if line.support.ok), None)
         if chosen is None:
             raise UnsupportedProblem(_refusal(problem, device, trace))

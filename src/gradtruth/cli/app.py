@@ -13,8 +13,8 @@ import typer
 from gradtruth.cli.explain import explain
 from gradtruth.cli.verify import verify
 from gradtruth.errors import CaseFormatError, InvalidProblem, UnsupportedProblem
+from gradtruth.verify.cases.provenance import installed_version
 from gradtruth.verify.findings import ExitCode
-from gradtruth.verify.provenance import installed_version
 
 __all__ = ["app", "run"]
 

@@ -107,7 +107,7 @@ def explain(
         bias_dims=None if _BIAS[bias] is None else _bias_dims(bias_shape),
         alibi=alibi,
     )
-    _print(select(problem_of(options, sizes), where, backend))
+    _print(select(problem_of(options, sizes), where, backend, whole=True))
 
 
 def _print(selection: Selection) -> None:

@@ -13,10 +13,10 @@ import typer
 from gradtruth.backends import ORDER, get
 from gradtruth.cli.device import device_of
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify.case import Case
+from gradtruth.verify.cases.case import Case
+from gradtruth.verify.cases.provenance import machine_facts
 from gradtruth.verify.engine import steps_of, verify_case
 from gradtruth.verify.findings import Row, Run, exit_code
-from gradtruth.verify.provenance import machine_facts
 from gradtruth.verify.report.console import print_verification
 from gradtruth.verify.report.html import html
 from gradtruth.verify.report.jsonl import write_json

@@ -7,6 +7,8 @@ and context parallelism, so every backend draws the same mask.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,11 +20,11 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tuple[Tensor, ...]:
+def philox(counter: tuple[Any, Any, Any, Any], seed: Tensor) -> tuple[Tensor, ...]:
     """Four 32-bit words per counter, as int64 tensors in [0, 2^32).
 
     Args:
-        counter: four broadcastable int64 tensors with values in [0, 2^32).
+        counter: four ints or broadcastable int64 tensors with values in [0, 2^32).
         seed: int64 scalar tensor; its 64 bits are the key, low word first.
     """
     c0, c1, c2, c3 = counter

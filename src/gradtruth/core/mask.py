@@ -8,7 +8,7 @@ where a sequence lies is in ``extents``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from gradtruth.errors import InvalidProblem
 
@@ -107,7 +107,7 @@ class Band:
         """True when the band hides nothing."""
         return self.left is None and self.right is None
 
-    def visible(self, i, j, diagonal=0):  # noqa: ANN001, ANN201 - ints or broadcastable integer tensors
+    def visible(self, i: Any, j: Any, diagonal: Any = 0) -> Any:
         """Whether j is visible to i: a bool for ints, a bool tensor for tensors. None when the band is open."""
         if self.open:
             return None

@@ -22,7 +22,8 @@ def full_precision(problem: Problem, device: torch.device) -> Iterator[None]:
     from the switch. Where the Spec allows TF32 the switch is left alone: it decides.
     """
     allowed = ("ieee", "none", "tf32") if problem.spec.allow_tf32 else ("ieee", "none")
-    matmul = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
+    kind = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    matmul = kind.matmul  # type: ignore[attr-defined]
     with ExitStack() as stack:
         kind = device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):

@@ -11,11 +11,11 @@ from torch import Tensor
 from gradtruth.backends import Backend, get
 from gradtruth.core.support import Claims
 from gradtruth.core.tensors import Forward
-from gradtruth.verify import budget, oracle
-from gradtruth.verify.case import Case
+from gradtruth.verify.cases.case import Case
 from gradtruth.verify.findings import Measured, Part, Row, Verdict
-from gradtruth.verify.rounding import Magnitude
 from gradtruth.verify.trial import Trial, run_backward, run_forward, wanted_of
+from gradtruth.verify.truth import budget, oracle
+from gradtruth.verify.truth.rounding import Magnitude
 
 __all__ = ["Event", "steps_of", "verify_case"]
 

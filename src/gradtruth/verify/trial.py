@@ -12,8 +12,8 @@ from torch import Tensor
 from gradtruth.backends.protocol import Backend
 from gradtruth.core.layout import empty_like_query, empty_lse
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
-from gradtruth.verify import storage
-from gradtruth.verify.case import Case
+from gradtruth.verify.cases import storage
+from gradtruth.verify.cases.case import Case
 
 __all__ = ["Trial", "run_backward", "run_forward", "wanted_of"]
 

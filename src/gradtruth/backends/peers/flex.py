@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -41,7 +42,7 @@ _ABLE = (
 )
 _HALVES = ("bfloat16", "float16")
 _LN2 = math.log(2.0)
-_Index = Tensor
+_WIDEST_FP32 = 128  # 192 asks for 338 KiB on an H200, which has 227
 _ScoreMod = Callable[..., Tensor]
 _MaskMod = Callable[..., Tensor]
 
@@ -134,6 +135,10 @@ def _cuda_reasons(problem: Problem) -> list[Reason]:
         value = getattr(problem, name)
         if not 16 <= value <= 256:
             found.append(Reason(ReasonCode.HEAD_DIM, f"{name} is {value}, 16 to 256 are compiled"))
+    widest = max(problem.head_dim_qk, problem.head_dim_v)
+    if problem.dtype == "float32" and widest > _WIDEST_FP32:
+        text = f"head dim is {widest} in float32, up to {_WIDEST_FP32} its tiles fit into shared memory"
+        found.append(Reason(ReasonCode.HEAD_DIM, text))
     if problem.spec.sink and problem.dtype in _HALVES:
         text = f"softmax_type is {problem.spec.softmax}, and out is rounded to {problem.dtype} before the sink"
         found.append(Reason(ReasonCode.SOFTMAX, text))
@@ -185,7 +190,7 @@ def _mask_mod(
         picks = pick
         tensors += indices
 
-    def mask_mod(b: _Index, h: _Index, m: _Index, n: _Index, *given: Tensor) -> Tensor:
+    def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor, *given: Tensor) -> Tensor:
         sequence_q, sequence_kv, i, j, diagonal, *rest = given
         visible = sequence_q[b, m] == sequence_kv[b, n]
         inside = band.visible(i[b, m], j[b, n], diagonal[b, m])
@@ -218,7 +223,7 @@ def _score_mod(
         tensors = [*tensors, per_query, places.i + places.diagonal, places.j]
 
     def score_mod(
-        score: Tensor, b: _Index, h: _Index, m: _Index, n: _Index, *given: Tensor
+        score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *given: Tensor
     ) -> Tensor:
         bias = None if pick is None else pick(given[:biased], b, h, m, n).to(score.dtype)
         if bias is not None and spec.bias == "pre_scale":
@@ -245,7 +250,7 @@ def _lookup(tensor: Tensor, places: Places) -> tuple[Callable[..., Tensor], list
     row = places.row.clamp(0, rows - 1)
     column = places.column.clamp(0, columns - 1)
 
-    def pick(given: tuple[Tensor, ...], b: _Index, h: _Index, m: _Index, n: _Index) -> Tensor:
+    def pick(given: tuple[Tensor, ...], b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         values, sequence, row, column = given
         head = h if heads > 1 else h * 0
         return values[sequence[b, m], head, row[b, m], column[b, n]]
@@ -296,17 +301,20 @@ def _compiled(
 
     q, k, v = operands
 
-    def score_mod(score: Tensor, b: _Index, h: _Index, m: _Index, n: _Index) -> Tensor:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         return mods.score(score, b, h, m, n, *mods.score_tensors)
 
-    def mask_mod(b: _Index, h: _Index, m: _Index, n: _Index) -> Tensor:
+    def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         return mods.mask(b, h, m, n, *mods.mask_tensors)
 
     block_mask = flex.create_block_mask(
         mask_mod, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device=q.device
     )
     # Every kind of problem is one compilation of the same function; beyond a few torch would give up compiling.
-    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+    limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096)
+    with limits, warnings.catch_warnings():
+        # The tracer looks at .grad of the views that it is given.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
         out, stats = _compiled_function()(
             q,
             k,

@@ -70,12 +70,10 @@ def differentiate(
         if not asked:
             return Grads()
         out, lse = run(problem, replace(inputs, **leaves))
-        ends = [(out, dout.to(out.dtype))]
+        outputs, cotangents = [out], [dout.to(out.dtype)]
         if dlse is not None and lse is not None:
-            ends.append((lse, to_lse(dlse, problem.spec.layout).to(lse.dtype)))
-        # lse knows nothing of v, out nothing of a sink that no row has.
-        ends = [(end, cotangent) for end, cotangent in ends if end.requires_grad]
-        outputs, cotangents = zip(*ends, strict=True) if ends else ((), ())
+            outputs.append(lse)
+            cotangents.append(to_lse(dlse, problem.spec.layout).to(lse.dtype))
         found = torch.autograd.grad(
             outputs,
             [leaves[name] for name in asked],

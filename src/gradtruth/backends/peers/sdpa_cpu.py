@@ -21,8 +21,9 @@ __all__ = ["FlashCpu"]
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _HALVES = ("bfloat16", "float16")
+_LARGE = 1 << 15  # elements: 128 KiB, from which glibc asks the system for memory
 _AS_IT_IS = nullcontext()
-# Older kernels read k and v at the query head's index, past their end.
+# Kernels of some older releases read k and v at the query head's index, past their end; 2.13 was looked at.
 _GQA_SINCE = (2, 13)
 
 
@@ -50,7 +51,7 @@ class FlashCpu:
         if problem.head_dim_qk != problem.head_dim_v:
             text = f"head_dim_qk is {problem.head_dim_qk} and head_dim_v {problem.head_dim_v}, they must be equal"
             found.append(Reason(ReasonCode.HEAD_DIM, text))
-        if problem.group_size > 1 and torch.__version__ < _GQA_SINCE:
+        if problem.group_size > 1 and torch.__version__ < _GQA_SINCE:  # type: ignore[operator]
             text = f"{problem.group_size} query heads share a KV head in torch {torch.__version__}, 2.13 is needed"
             found.append(Reason(ReasonCode.VERSION, text))
         return found
@@ -118,7 +119,8 @@ class FlashCpu:
 
 def _precision(problem: Problem, device: torch.device) -> AbstractContextManager[None]:
     """full_precision, or nothing where it would change nothing: the operators do not know autocast."""
-    exact = torch.backends.mkldnn.matmul.fp32_precision in ("ieee", "none")
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    exact = matmul.fp32_precision in ("ieee", "none")
     return _AS_IT_IS if exact else full_precision(problem, device)
 
 
@@ -134,13 +136,29 @@ def _split(problem: Problem) -> tuple[float, float]:
 
 def _operands(problem: Problem, inputs: Inputs, factor: float) -> tuple[Tensor, Tensor, Tensor]:
     """factor * q, k, v as [B', H, S, D] in the accumulation dtype, rows contiguous."""
-    layout, wide = problem.spec.layout, problem.accumulate_dtype
-    q = _as(heads_first(inputs.q, layout), wide)
-    k = _as(heads_first(inputs.k, layout), wide)
-    v = _as(heads_first(inputs.v, layout), wide)
+    layout = problem.spec.layout
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if problem.dtype in _HALVES:
+        q, k, v = _widened(q, k, v)
+    q, k, v = heads_first(q, layout), heads_first(k, layout), heads_first(v, layout)
     if factor != 1.0:
         q = q * factor
     return _for_products(q), _for_products(k), _for_products(v)
+
+
+def _widened(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 copies, in one piece of memory where they are large.
+
+    In several pieces the allocator of the C library returns them to the system after every call, and to get them
+    back page by page costs more than the copy.
+    """
+    sizes = [q.numel(), k.numel(), v.numel()]
+    if max(sizes) < _LARGE:
+        return q.float(), k.float(), v.float()
+    memory = torch.empty(sum(sizes), dtype=torch.float32, device=q.device)
+    places = memory.split(sizes)
+    q, k, v = (place.view(x.shape).copy_(x) for place, x in zip(places, (q, k, v), strict=True))
+    return q, k, v
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

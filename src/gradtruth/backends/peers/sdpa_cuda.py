@@ -281,15 +281,20 @@ class EfficientCuda:
         """dq, dk, dv in the storage layout."""
         layout, rows = problem.spec.layout, problem.seqlen_q
         lse = to_lse(forward.lse, layout)
-        # exp(x - inf) is 0: for rows without a visible key, and for those that fill the kernel's last 32.
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        out, dout = heads_first(forward.out, layout), _aligned(heads_first(dout, layout))
+        mask = _padded_mask(problem, inputs)
+        if mask is not None:
+            # P of a row without a visible key is exp(-inf - lse) and must be 0, whatever was handed in.
+            seen = (mask > -torch.inf).any(-1)
+            lse = torch.where(seen, lse, 0.0)
+            out, dout = (torch.where(seen[..., None], x, 0.0) for x in (out, dout))
         state = _random_state(inputs.q.device)
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            _aligned(heads_first(dout, layout)),
+            _sequence_major(dout),
             *_repeated(problem, inputs),
-            _padded_mask(problem, inputs),
-            heads_first(forward.out, layout),
-            F.pad(lse, (0, -rows % 32), value=torch.inf),
+            mask,
+            _sequence_major(out),
+            F.pad(lse, (0, -rows % 32), value=torch.inf),  # exp(x - inf) is 0
             state,
             state,
             0.0,
@@ -313,6 +318,11 @@ def _repeated(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]
     if problem.group_size > 1:
         k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))
     return q, k, v
+
+
+def _sequence_major(tensor: Tensor) -> Tensor:
+    """[B', H, S, D] stored as [B', S, H, D]: from other strides of out and dout the kernel makes a wrong delta."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _padded_mask(problem: Problem, inputs: Inputs) -> Tensor | None:

@@ -12,11 +12,11 @@ from gradtruth.backends import Backend, get
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import Claims
 from gradtruth.core.tensors import Forward, Grads, Inputs
-from gradtruth.verify import oracle
-from gradtruth.verify.budget import Row, compare
-from gradtruth.verify.inputs import Sample
-from gradtruth.verify.poison import poison_forward
-from gradtruth.verify.rounding import Magnitude
+from gradtruth.verify.suite.inputs import Sample
+from gradtruth.verify.suite.poison import poison_forward
+from gradtruth.verify.truth import oracle
+from gradtruth.verify.truth.budget import Row, compare
+from gradtruth.verify.truth.rounding import Magnitude
 
 __all__ = ["Truth", "examine", "findings", "judge", "named", "run", "truth_of"]
 
@@ -170,9 +170,8 @@ def _forms(problem: Problem, inputs: Inputs) -> dict[str, tuple[torch.dtype, tup
         "out": (dtype, (*inputs.q.shape[:-1], problem.head_dim_v)),
         "lse": (wide, (S, H) if problem.layout == "thd" else (B, H, S)),
         "max_logit": (torch.float32, (H,)),
-        "dsoftmax_offset": (torch.float32, (H,)),
     }
-    for name in ("q", "k", "v", "bias"):
+    for name in ("q", "k", "v", "bias", "softmax_offset"):
         tensor = getattr(inputs, name)
         if tensor is not None:
             found[f"d{name}"] = (tensor.dtype, tuple(tensor.shape))

@@ -6,11 +6,12 @@ H query heads, G KV heads, b queries of a block, T keys of the sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from gradtruth.verify.rounding import (
+from gradtruth.verify.truth.rounding import (
     Magnitude,
     Rounding,
     RowErrors,
@@ -21,7 +22,7 @@ from gradtruth.verify.rounding import (
     rounding_of,
     summing,
 )
-from gradtruth.verify.scoring import Scores, Sequence
+from gradtruth.verify.truth.scoring import Scores, Sequence
 
 __all__ = ["Block", "SequenceGradients", "Sum"]
 
@@ -175,7 +176,7 @@ class SequenceGradients:
 
     def _add_dbias(self, block: Block, part: _Part, scale: float) -> None:
         """Sum dS over what the bias is broadcast over; ``scale`` is what a bias element is multiplied by."""
-        total, bias = self.sums["dbias"], self.sequence.bias
+        total, bias = self.sums["dbias"], cast("Tensor", self.sequence.bias)
         shape = total.value.shape
         dims = [d for d in range(3) if shape[d + 1] == 1]
         if shape[3] == 1:

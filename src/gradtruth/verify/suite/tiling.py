@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from gradtruth.core.merge import apply_sink, merge, sink_gradient
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Forward, Inputs
 from gradtruth.core.tile import Range, tile
-from gradtruth.verify.inputs import Sample
-from gradtruth.verify.poison import valid_places
+from gradtruth.verify.suite.inputs import Sample
+from gradtruth.verify.suite.poison import valid_places
 
 __all__ = ["Tile", "run_tiled", "tile_cover"]
 
@@ -53,7 +54,7 @@ def tile_cover(problem: Problem, inputs: Inputs, seed: int) -> Iterator[Tile]:
     Sequences and groups are cut at most once, queries and keys once or twice, at another place in every
     sequence; a part may be empty.
     """
-    rng = random.Random(seed)  # noqa: S311 - not a secret
+    rng = random.Random(seed)
     where = resolve(problem, inputs)
     for first, last in _ranges(problem.batch, rng):
         queries = _cuts(where.length_q[first:last], rng)
@@ -91,7 +92,7 @@ def _cuts(lengths: Tensor, rng: random.Random) -> list[Range]:
     for at in range(1, len(ends)):
         ends[at] = torch.maximum(ends[at], ends[at - 1])
     marks = [torch.zeros_like(lengths), *ends, lengths]
-    return list(zip(marks[:-1], marks[1:], strict=True))
+    return list(pairwise(marks))
 
 
 def run_tiled(sample: Sample, backend: Backend, seed: int) -> dict[str, Tensor]:
@@ -151,7 +152,7 @@ def _backward(
     results: dict[str, Tensor],
     bare_lse: Tensor,
 ) -> dict[str, Tensor]:
-    problem, inputs = sample.problem, sample.inputs
+    inputs = sample.inputs
     wanted = replace(sample.wanted, dsoftmax_offset=False)
     total: dict[str, Tensor] = {}
     for part in tiles:
@@ -165,7 +166,7 @@ def _backward(
             _add(part, name, whole, grad)
     found = {name: grad.to(getattr(inputs, name[1:]).dtype) for name, grad in total.items()}
     if sample.wanted.dsoftmax_offset and inputs.softmax_offset is not None:
-        found["dsoftmax_offset"] = _sink_gradient(sample, results, bare_lse).float()
+        found["dsoftmax_offset"] = _sink_gradient(sample, results, bare_lse)
     return found
 
 

@@ -9,8 +9,8 @@ from itertools import product
 
 from gradtruth.core.problem import Problem
 from gradtruth.core.spec import Spec
-from gradtruth.verify.cover import Cover, Row, Rule, cover
-from gradtruth.verify.recipe import Place, Recipe
+from gradtruth.verify.suite.cover import Cover, Row, Rule, cover
+from gradtruth.verify.suite.recipe import Place, Recipe
 
 __all__ = ["AXES", "BLOCK", "RULES", "Suite", "allowed", "build", "edges", "suite"]
 
@@ -139,7 +139,7 @@ def build(row: Row, seed: int) -> Recipe:
         row: a value of every axis.
         seed: decides sizes, lengths, windows and values.
     """
-    rng = random.Random(_SEED + seed)  # noqa: S311 - not a secret
+    rng = random.Random(_SEED + seed)
     S, T, places = _places(row, rng)
     B = len(places)
     num_heads, num_gqa_groups = map(int, row["heads"].split("/"))

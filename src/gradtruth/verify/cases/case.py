@@ -18,9 +18,9 @@ from gradtruth.core.problem import Problem
 from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Inputs
 from gradtruth.errors import CaseFormatError, InvalidProblem
-from gradtruth.verify import container, storage
-from gradtruth.verify.agreement import problem_of
-from gradtruth.verify.provenance import Provenance
+from gradtruth.verify.cases import container, storage
+from gradtruth.verify.cases.agreement import problem_of
+from gradtruth.verify.cases.provenance import Provenance
 
 __all__ = ["Case"]
 

@@ -18,8 +18,8 @@ from gradtruth.core.layout import canonical, canonical_lse
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Inputs
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify.rounding import Magnitude, rounding_of
-from gradtruth.verify.scoring import Place, places
+from gradtruth.verify.truth.rounding import Magnitude, rounding_of
+from gradtruth.verify.truth.scoring import Place, places
 
 __all__ = ["Norms", "Row", "Share", "Summary", "compare", "eps_of", "summarise"]
 
@@ -33,7 +33,7 @@ _C_APART = 0.7
 _C_ALIGNED = 0.5
 _C_SCATTER = 3.0  # of the yardstick's projections row by row, in quadrature
 _C_COMMON = 0.5  # of eps: rows with equal values round alike
-_C_SUMS = 2.0  # of the sums' eps: and so do their sums
+_C_SUMS = 8.0  # of the sums' eps: and so do their sums, which tensor cores truncate
 _LIMIT = 4.0  # of eps * spread: for more than this no yardstick counts
 _WELL_ABOVE = 8.0  # cosine and norm ratio mean something over this many eps * spread
 
@@ -253,7 +253,7 @@ def compare(
         inputs: its tensors; only what says where sequences lie is read.
         name: "out", "lse", "max_logit" or a field of ``Grads``.
         measured: the result, in the problem's layout.
-        oracle, magnitude: from ``verify.oracle``, for the same (out, lse) if they were given.
+        oracle, magnitude: from ``truth.oracle``, for the same (out, lse) if they were given.
         yardstick: the result of the ``unfused`` backend in the same dtype on the same input.
 
     Returns:
@@ -273,13 +273,13 @@ def compare(
     where = places(problem, inputs)
     eps = eps_of(problem, name)
     rounding = rounding_of(problem)
-    common = _C_COMMON * eps + _C_SUMS * rounding.unit * rounding.ratio
+    sums = _C_SUMS * rounding.unit * rounding.ratio
     exact = -math.inf if name in _MINUS_INF else 0.0
     rows = []
     for sequence, parts in _split(problem, name, tensors, where):
         if parts[0].numel():
             independent = _independent(problem, name, where, sequence, parts[0].shape[1])
-            rows += _judge(name, _clean(sequence, parts, eps, exact), common, independent)
+            rows += _judge(name, _clean(sequence, parts, eps, exact), (eps, sums), independent)
     return rows + _outside(problem, name, tensors[0], where, exact)
 
 
@@ -345,8 +345,9 @@ def _reasons(lost: Tensor, stray: Tensor, exact: float) -> list[str]:
     return reasons
 
 
-def _judge(name: str, part: _Part, common: float, independent: int) -> list[Row]:
+def _judge(name: str, part: _Part, scales: tuple[float, float], independent: int) -> list[Row]:
     """The rows of one sequence, one per head."""
+    eps, sums = scales
     error, drift, oracle, floor = part.error, part.drift, part.oracle, part.floor
     products = {
         "ee": (error, error),
@@ -361,12 +362,13 @@ def _judge(name: str, part: _Part, common: float, independent: int) -> list[Row]
     whole = {key: x.sum(1) for key, x in by_line.items()}
     rms = torch.minimum(_FACTOR * whole["yy"].sqrt(), _LIMIT * whole["ff"].sqrt())
     rms += (_C_RMS + _C_FEW / math.sqrt(independent)) * whole["ff"].sqrt()
+    rms += sums * whole["oo"].sqrt()
     # The result is the oracle plus the error.
     power = whole["oo"] + 2 * whole["eo"] + whole["ee"]
     columns = {
         "element": _element(part),
         "line": _line(by_line, error.shape[2]),
-        "projection": _projection(by_line, whole, independent, common),
+        "projection": _projection(by_line, whole, independent, _C_COMMON * eps + sums),
         "oracle": whole["oo"].sqrt(),
         "got": power.clamp(min=0).sqrt().nan_to_num(math.inf, math.inf),
         "error": whole["ee"].sqrt(),

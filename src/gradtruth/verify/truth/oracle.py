@@ -16,9 +16,9 @@ from torch import Tensor
 from gradtruth.core.layout import canonical, canonical_lse, stored
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Grads, Inputs, Wanted
-from gradtruth.verify.gradient import Block, SequenceGradients, Sum
-from gradtruth.verify.rounding import Magnitude, RowErrors, group_matmul, rounding_of
-from gradtruth.verify.scoring import Sequence, places
+from gradtruth.verify.truth.gradient import Block, SequenceGradients, Sum
+from gradtruth.verify.truth.rounding import Magnitude, RowErrors, group_matmul, rounding_of
+from gradtruth.verify.truth.scoring import Sequence, places
 
 __all__ = ["OracleForward", "OracleGrads", "backward", "evaluate", "forward"]
 
@@ -171,7 +171,7 @@ class _Walk:
         if inputs.bias is not None:
             shapes["dbias"] = inputs.bias.shape
         if problem.spec.softmax == "learnable":
-            shapes["dsoftmax_offset"] = (problem.num_heads,)
+            shapes["dsoftmax_offset"] = torch.Size((problem.num_heads,))
         errors = {}
         if isinstance(given, OracleForward):
             errors, given = given.magnitudes, (given.out, given.lse)

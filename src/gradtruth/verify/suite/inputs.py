@@ -11,10 +11,10 @@ from gradtruth.core.layout import stored
 from gradtruth.core.problem import DTYPES, Problem
 from gradtruth.core.tensors import Inputs, Wanted
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify.arrangement import arrange, arrange_dout
-from gradtruth.verify.families import FAMILIES, noise, values
-from gradtruth.verify.poison import poison, poison_lse, poison_rows
-from gradtruth.verify.recipe import POISONS, Place, Recipe
+from gradtruth.verify.suite.arrangement import arrange, arrange_dout
+from gradtruth.verify.suite.families import FAMILIES, noise, values
+from gradtruth.verify.suite.poison import poison, poison_lse, poison_rows
+from gradtruth.verify.suite.recipe import POISONS, Place, Recipe
 
 __all__ = ["FAMILIES", "Recipe", "Sample", "make", "noise", "poison"]
 
@@ -215,9 +215,8 @@ def _score_terms(recipe: Recipe, places: tuple[Place, ...], device: Device) -> d
             slopes = slopes * (1.0 + 0.5 * torch.arange(problem.batch, device=device).unsqueeze(1))
         found["alibi_slopes"] = slopes
     if spec.softmax == "learnable":
-        found["softmax_offset"] = (
-            values("gaussian", "softmax_offset", (H, 1, 1, 1), seed, device).view(H).float()
-        )
+        offset = values("gaussian", "softmax_offset", (H, 1, 1, 1), seed, device)
+        found["softmax_offset"] = offset.view(H).to(problem.accumulate_dtype)
     if spec.dropout_p > 0:
         found["dropout_seed"] = torch.tensor((seed + 1) * 0x1E3779B97F4A7C15 % 2**63, device=device)
     return found
@@ -238,9 +237,8 @@ def _attention_mask(recipe: Recipe, places: tuple[Place, ...], device: Device) -
     drawn = _scattered(recipe, places, shape, "attention_mask", device, family="closed_form")
     masked = drawn > _MASKED
     if shape[2] > 1 and shape[3] > 1:
-        rows = _scattered(
-            recipe, places, (*shape[:3], 1), "masked_rows", device, family="closed_form"
-        )
+        column = (shape[0], shape[1], shape[2], 1)
+        rows = _scattered(recipe, places, column, "masked_rows", device, family="closed_form")
         masked |= rows > _WHOLE
     return masked & (shape != (1, 1, 1, 1))
 

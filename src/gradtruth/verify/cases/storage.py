@@ -74,7 +74,7 @@ def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, V
             bases[base], shift = _copy(tensors[region.names[0]], region)
             for name in region.names:
                 tensor = tensors[name]
-                offset = tensor.storage_offset() + shift if tensor.numel() else 0
+                offset = int(tensor.storage_offset()) + shift if tensor.numel() else 0
                 views[name] = View(base, tuple(tensor.shape), tensor.stride(), offset)
     return bases, views
 
@@ -127,7 +127,7 @@ def _regions(tensors: Mapping[str, Tensor]) -> list[_Region]:
 def _touched(name: str, tensor: Tensor) -> tuple[int, int, str]:
     if tensor.numel() == 0:
         return 0, 0, name
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     return first, first + _span(tuple(tensor.shape), tensor.stride()), name
 
 

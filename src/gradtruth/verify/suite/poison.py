@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -120,9 +121,8 @@ def _spans(where: Extents, side: str) -> list[tuple[int, int]]:
 def _held(value: float, like: Tensor) -> Tensor:
     """The value as a scalar tensor of a dtype; finite numbers stay finite."""
     top = torch.finfo(like.dtype).max
-    if abs(value) != float("inf"):
-        value = max(-top, min(top, value)) if value == value else value  # noqa: PLR0124 - NaN
-    return torch.tensor(value, dtype=like.dtype, device=like.device)
+    held = max(-top, min(top, value)) if math.isfinite(value) else value
+    return torch.tensor(held, dtype=like.dtype, device=like.device)
 
 
 def _fill_rows(problem: Problem, tensor: Tensor, valid: Tensor, value: float) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Wanted
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify.arrangement import ARRANGEMENTS, DOUT_ARRANGEMENTS
-from gradtruth.verify.families import FAMILIES, noise
+from gradtruth.verify.suite.arrangement import ARRANGEMENTS, DOUT_ARRANGEMENTS
+from gradtruth.verify.suite.families import FAMILIES, noise
 
 __all__ = ["POISONS", "Place", "Recipe", "default_places"]
 

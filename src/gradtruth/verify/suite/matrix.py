@@ -10,8 +10,8 @@ import torch
 from gradtruth.backends import ORDER, get
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import ReasonCode
-from gradtruth.verify.inputs import make
-from gradtruth.verify.suite import AXES, allowed, build, suite
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.suite import AXES, allowed, build, suite
 
 __all__ = ["features", "golden", "markdown"]
 
@@ -49,6 +49,20 @@ _NEEDS: dict[str, dict[str, str]] = {
 _VALUES_ONLY = ("family", "poison", "dout", "wanted", "size")  # change no answer of ``supports``
 
 
+_EXPLANATION = """\
+Generated from what each backend's `supports` answers: `pytest tests/backends/test_support_matrix.py --update-golden`
+writes it anew. Every row adds one feature to a plain problem (bshd, full sequences, 4 query and 2 KV heads, head
+dim 64, fp32). A cell names what the backend refuses; `gradtruth explain` says why, for any problem.
+
+- arrangement: how q, k, v lie in memory: slices of packed buffers (`3hd` ... `h2d`), a view of the other layout,
+  expanded KV heads, every second row, an unaligned start, a slice of wider rows, every second element.
+- source: what says where sequences are. places: `left`-padded, in the `middle`, with hidden places between (`holes`),
+  with `zeros` as lengths, of length `one`, with `gaps` between or an unused `tail`.
+- hint: max_seqlen is not given, larger than every sequence, or smaller (`clamp`).
+- mask_shape and bias_shape: `1` where the tensor is broadcast over **b**atch, **h**eads, querie**s**, keys (**t**).
+- window: (left, right), `w` any length, `-1` unlimited.""".splitlines()
+
+
 def features() -> Iterator[tuple[str, Problem]]:
     """Per feature "axis=value" a problem that has it and, beside what it needs, nothing else."""
     for axis in AXES:
@@ -72,20 +86,14 @@ def _needed(axis: str, value: str) -> dict[str, str]:
 
 def markdown(device: torch.device | str = "cpu", names: Sequence[str] = ORDER) -> str:
     """The matrix as a Markdown page: a row per feature, what speaks against it per backend."""
-    device = torch.device(device)
-    shown, absent = _present(device, names)
-    lines = [
-        f"# Support matrix ({device.type})",
-        "",
-        "Generated from what each backend's `supports` answers; `pytest tests/backends/test_support_matrix.py",
-        "--update-golden` writes it anew. Every row adds one feature to a plain problem (bshd, full sequences, 4 query",
-        "and 2 KV heads, head dim 64, fp32). A cell names what the backend refuses; `gradtruth explain` says why, for any",
-        "problem.",
-        "",
+    where = torch.device(device)
+    shown, absent = _present(where, names)
+    lines = [f"# Support matrix ({where.type})", "", *_EXPLANATION, ""]
+    lines += [
         "| feature | values | " + " | ".join(shown) + " |",
         "| --- | --- |" + " --- |" * len(shown),
     ]
-    for axis, values, cells in _grouped(shown, device):
+    for axis, values, cells in _grouped(shown, where):
         listed = ", ".join(f"`{value}`" for value in values)
         lines.append(f"| {axis} | {listed} | " + " | ".join(cell or "yes" for cell in cells) + " |")
     lines += [""] + [

@@ -17,7 +17,7 @@ from gradtruth.core.extents import Extents, resolve
 from gradtruth.core.layout import canonical
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Inputs
-from gradtruth.verify.rounding import ScoreErrors, Weights, group_matmul, score_errors
+from gradtruth.verify.truth.rounding import ScoreErrors, Weights, group_matmul, score_errors
 
 __all__ = ["Place", "Scores", "Sequence", "places"]
 

@@ -54,7 +54,7 @@ def cover(
         seed: the same seed gives the same rows on every machine.
     """
     table = _Table(axes, rules)
-    rng = random.Random(seed)  # noqa: S311 - not a secret
+    rng = random.Random(seed)
     rows, impossible = [], []
     for first, second in table.pairs:
         if table.open_partners[first] >> second & 1:

@@ -1,0 +1,1 @@
+"""Cases: captured tensors with their problem, one file each, read with suspicion."""
