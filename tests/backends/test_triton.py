@@ -36,9 +36,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 torch.set_num_threads(1)
 from gradtruth.backends import get
-from gradtruth.verify.conformance import examine, truth_of
-from gradtruth.verify.inputs import make
-from gradtruth.verify.suite import suite
+from gradtruth.verify.suite.conformance import examine, truth_of
+from gradtruth.verify.suite.inputs import make
+from gradtruth.verify.suite.suite import suite
 import triton
 backend, wrong = get("triton"), []
 for at in map(int, sys.argv[1:]):
