@@ -10,7 +10,15 @@ from torch import Tensor
 
 from gradtruth.backends.triton.compiled import Kernel
 from gradtruth.backends.triton.kernels.sequences import sequences
-from gradtruth.backends.triton.schedule import Schedule, Tile, padded, schedule
+from gradtruth.backends.triton.schedule import (
+    Parts,
+    Schedule,
+    Tile,
+    padded,
+    parts_of,
+    processors,
+    schedule,
+)
 from gradtruth.core.dropout import threshold
 from gradtruth.core.extents import resolve
 from gradtruth.core.problem import Problem
@@ -28,6 +36,7 @@ _INT32 = 2**31
 _WIDEST = 256  # rows of a tile, and head dims, at most
 _BIAS = {"none": 0, "pre_scale": 1, "post_scale": 2}
 _CACHE_SIZE = 1024
+_RANKED = 1024  # sequences that are put in order of length; more of them fill a GPU in any order
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class Plan:
     features: dict[str, Any]
     lengths: tuple[int, int, int, int, int]
     factors: tuple[float, float, float, int, float]
-    constants: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    constants: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
 
 _sequences = Kernel(sequences)
@@ -150,7 +159,7 @@ class Call:
     Attributes:
         problem, inputs, device, plan: what is computed.
         qkv, qkv_strides: q, k, v with 12 strides.
-        where: packed extents, int32 [11, B], for thd followed by the ends of tiles; q for full sequences.
+        where: packed extents, int32 [11, B], for thd followed by ends of tiles and orders; q for full sequences.
         terms, term_strides: bias, attention_mask, padding masks, slopes; and their strides.
         term_sizes: rows and columns of bias and attention_mask.
         sink, seed: the tensors.
@@ -174,7 +183,7 @@ class Call:
         self._read_terms(q)
 
     def _located(self) -> Tensor:
-        """The packed extents, with the ends of the tiles of the four kernels in four more rows."""
+        """The packed extents; then the ends of the tiles of the four kernels, and the orders of queries and keys."""
         problem, inputs, plan = self.problem, self.inputs, self.plan
         blocks = plan.schedule.blocks
         if problem.spec.lengths != "cu_seqlens" or not problem.batch:
@@ -182,25 +191,32 @@ class Call:
             if problem.spec.layout != "thd":
                 return packed
             length_q, length_kv = packed[1], packed[3]
+            orders = [x.argsort(descending=True, stable=True) for x in (length_q, length_kv)]
             ends = [
-                ((length + (block - 1)) // block).cumsum(0, dtype=torch.int32)
-                for length, block in zip(
-                    (length_q, length_q, length_kv, length_kv), blocks, strict=True
+                ((length[order] + (block - 1)) // block).cumsum(0, dtype=torch.int32)
+                for length, order, block in zip(
+                    (length_q, length_q, length_kv, length_kv),
+                    (orders[0], orders[0], orders[1], orders[1]),
+                    blocks,
+                    strict=True,
                 )
             ]
-            return torch.cat((packed, torch.stack(ends)))
+            return torch.cat((packed, torch.stack((*ends, *(x.int() for x in orders)))))
         cu = (inputs.cu_seqlens_q, inputs.cu_seqlens_kv)
         offsets = (
             cu[0] if inputs.cu_seqlens_q_padded is None else inputs.cu_seqlens_q_padded,
             cu[1] if inputs.cu_seqlens_kv_padded is None else inputs.cu_seqlens_kv_padded,
         )
-        where = torch.empty((15, problem.batch), dtype=torch.int32, device=self.device)
+        where = torch.empty((17, problem.batch), dtype=torch.int32, device=self.device)
+        ranked = problem.spec.layout == "thd" and problem.batch <= _RANKED
         known = plan.constants.get(("sequences",))
         if known is None:
             known = plan.constants["sequences",] = {
                 "PACKED": problem.spec.layout == "thd",
                 "BOTTOM_RIGHT": problem.spec.alignment == "bottom_right",
                 "BLOCK": 256,
+                "STEP": 32,
+                "RANKED": ranked,
                 "num_warps": 4,
             }
         _sequences(
@@ -238,22 +254,37 @@ class Call:
         self.term_strides = (*bias_strides, *mask_strides, *hidden_strides, *slope_strides)
         self.term_sizes = (*bias_sizes, *mask_sizes)
 
-    def tiles(self, kernel: int) -> tuple[int, Tensor]:
+    def tiles(self, kernel: int) -> tuple[int, tuple[Tensor, Tensor]]:
         """Tiles of a kernel (an index into ``Schedule.blocks``) per (sequence, head), for thd of all sequences.
 
-        The number of thd tiles is a bound, for the host does not know the lengths; the tensor says how they add up.
+        The number of thd tiles is a bound, for the host does not know the lengths; the tensors say how they add up,
+        and in which order of the sequences.
         """
         problem, block = self.problem, self.plan.schedule.blocks[kernel]
         tiles = -(-(problem.seqlen_q if kernel < KEYS else problem.seqlen_kv) // block)
         if problem.spec.layout == "thd":
-            return tiles + problem.batch, self.where[11 + kernel]
+            where = self.where
+            return tiles + problem.batch, (where[11 + kernel], where[15 if kernel < KEYS else 16])
         # A sequence that starts within its storage row has its tiles counted from there.
         shifted = problem.spec.lengths in ("padding_mask", "extents")
-        return tiles + shifted, self.inputs.q
+        return tiles + shifted, (self.inputs.q, self.inputs.q)
 
     def programs(self, tiles: int, heads: int) -> int:
         """The grid."""
         return tiles * heads * (1 if self.problem.spec.layout == "thd" else self.problem.batch)
+
+    def parts(self, kernel: int, programs: int, block: int) -> Parts:
+        """How the other side of a kernel is shared out where its grid is small."""
+        key = ("parts", kernel)
+        found = self.plan.constants.get(key)
+        if found is None:
+            limits = self.plan.lengths[:2]
+            found = parts_of(
+                self.problem, processors(self.device), programs, block,
+                limits[1] if kernel < KEYS else limits[0], by_heads=kernel >= KEYS,
+            )  # fmt: skip
+            self.plan.constants[key] = found
+        return found
 
     def constants(self, kernel: str, tile: Tile, **own: Any) -> dict[str, Any]:
         """The constants of an attention kernel, the same dict for the same arguments.
@@ -275,7 +306,14 @@ class Call:
             known[key] = found
         return found
 
-    def fresh(self, like: Tensor) -> Tensor:
-        """Contiguous memory like a tensor; 0 for thd, where no kernel writes what lies outside every sequence."""
+    def fresh(self, like: Tensor, parts: int = 1) -> Tensor:
+        """Contiguous memory like a tensor; 0 for thd, where no kernel writes what lies outside every sequence.
+
+        Args:
+            like: shape, dtype and device.
+            parts: more than 1: so many, in fp32.
+        """
         make = torch.zeros if self.problem.spec.layout == "thd" else torch.empty
+        if parts > 1:
+            return make((parts, *like.shape), dtype=torch.float32, device=self.device)
         return make(like.shape, dtype=like.dtype, device=self.device)

@@ -21,8 +21,9 @@ from gradtruth.backends.triton.kernels.backward_bias import backward_bias
 from gradtruth.backends.triton.kernels.backward_keys import backward_keys
 from gradtruth.backends.triton.kernels.backward_queries import backward_queries
 from gradtruth.backends.triton.kernels.forward import forward as forward_kernel
+from gradtruth.backends.triton.kernels.merge import merge
 from gradtruth.backends.triton.kernels.rows import rows
-from gradtruth.backends.triton.schedule import Tile, padded
+from gradtruth.backends.triton.schedule import Parts, Tile, padded
 from gradtruth.core.layout import empty_like_query, empty_lse
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
@@ -34,6 +35,7 @@ _BIAS_PROGRAMS = 512  # the reduced dims of a bias are split until there are abo
 _BIAS_SCRATCH = 64 << 20  # bytes of partial sums, at most, where they are split
 
 _forward = Kernel(forward_kernel)
+_merge = Kernel(merge)
 _rows = Kernel(rows)
 _keys = Kernel(backward_keys)
 _queries = Kernel(backward_queries)
@@ -46,30 +48,74 @@ def attend(problem: Problem, inputs: Inputs) -> Forward:
     call = Call(problem, inputs)
     spec, heads, tile = problem.spec, problem.num_heads, call.plan.schedule.forward
     out, lse = empty_like_query(inputs.q, problem.head_dim_v), empty_lse(inputs.q, spec.layout)
-    if spec.layout == "thd":
-        out.zero_()
-        lse.fill_(-torch.inf)
-    tiles, ends = call.tiles(FORWARD)
+    tiles, order = call.tiles(FORWARD)
     programs = call.programs(tiles, heads)
+    parts = call.parts(FORWARD, programs, tile.block_n)
+    to_out, to_lse = out, lse
+    if parts.count > 1:
+        to_out = torch.empty((parts.count, *out.shape), dtype=lse.dtype, device=call.device)
+        # thd lse is stored head-major, so its parts are too.
+        to_lse = torch.empty((parts.count, *_stored(lse, spec.layout)), device=call.device)
+    if spec.layout == "thd":
+        to_out.zero_()
+        to_lse.fill_(-torch.inf)
     top = inputs.q
     if spec.max_logit:
-        shape = (max(1, programs // heads), heads)
+        shape = (max(1, parts.count * programs // heads), heads)
         top = torch.full(shape, -torch.inf, dtype=torch.float32, device=call.device)
+    one_out, one_lse = (to_out, to_lse) if parts.count == 1 else (to_out[0], to_lse[0])
+    if parts.count > 1 and spec.layout == "thd":
+        one_lse = one_lse.t()
+    out_strides, lse_into = strides_of(one_out, spec.layout)[:3], lse_strides(one_lse, spec.layout)
+    steps = (to_out.stride(0), to_lse.stride(0)) if parts.count > 1 else (0, 0)
     if programs and problem.batch:
         _forward(
-            programs,
-            (*call.qkv, out, lse, call.where, ends, *call.terms, call.sink, call.seed, top),
-            (
-                *call.qkv_strides, *strides_of(out, spec.layout)[:3], *lse_strides(lse, spec.layout),
-                *call.term_strides,
-            ),
+            programs * parts.count,
+            (*call.qkv, to_out, to_lse, call.where, *order, *call.terms, call.sink, call.seed, top),
+            (*call.qkv_strides, *out_strides, *lse_into, *steps, *call.term_strides),
             (
                 *call.term_sizes, problem.batch, heads, problem.group_size, tiles, problem.seqlen_q,
-                *call.plan.lengths, *call.plan.factors,
+                *call.plan.lengths, *call.plan.factors, programs, parts.chunk,
             ),
-            call.constants("forward", tile, SINK=_SINK[spec.softmax], TOP=spec.max_logit),
+            call.constants(
+                "forward", tile, SINK=_SINK[spec.softmax], TOP=spec.max_logit, PARTS=parts.count > 1
+            ),
         )  # fmt: skip
+    if parts.count > 1:
+        _merged(call, (to_out, to_lse), (*out_strides, steps[0], *lse_into, steps[1]), out, lse)
     return Forward(out=out, lse=lse, max_logit=top.amax(0) if spec.max_logit else None)
+
+
+def _stored(lse: Tensor, layout: str) -> tuple[int, ...]:
+    """The shape of lse as it lies in memory."""
+    return tuple(lse.t().shape if layout == "thd" else lse.shape)
+
+
+def _merged(
+    call: Call,
+    parts: tuple[Tensor, Tensor],
+    strides: tuple[int, ...],
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """out and lse from those of the parts."""
+    problem, layout, block = call.problem, call.problem.spec.layout, call.plan.schedule.rows
+    tiles = -(-problem.seqlen_q // block)
+    known = call.plan.constants.setdefault(
+        ("merge",),
+        {
+            "DV": problem.head_dim_v, "BLOCK_DV": padded(problem.head_dim_v), "BLOCK_M": block,
+            "num_warps": 4,
+        },
+    )  # fmt: skip
+    stored = 1 if layout == "thd" else problem.batch
+    _merge(
+        tiles * stored * problem.num_heads,
+        (*parts, out, lse),
+        (*strides, *strides_of(out, layout)[:3], *lse_strides(lse, layout)),
+        (problem.num_heads, tiles, problem.seqlen_q, parts[0].shape[0]),
+        known,
+    )
 
 
 def differentiate(
@@ -127,9 +173,11 @@ class Backward(Call):
     def keys(self, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
         """dk and dv, in two launches where one would hold too much in registers."""
         schedule = self.plan.schedule
-        if wanted.dk and wanted.dv and schedule.keys_alone is not None:
-            dk, _ = self._keys(schedule.keys_alone, dk=True, dv=False)
-            _, dv = self._keys(schedule.keys_alone, dk=False, dv=True)
+        if schedule.keys_alone is not None:
+            # The same tile whichever is wanted: what else is wanted changes no bit.
+            alone = schedule.keys_alone
+            dk = self._keys(alone, dk=True, dv=False)[0] if wanted.dk else None
+            dv = self._keys(alone, dk=False, dv=True)[1] if wanted.dv else None
             return dk, dv
         if not (wanted.dk or wanted.dv):
             return None, None
@@ -137,25 +185,35 @@ class Backward(Call):
 
     def _keys(self, tile: Tile, *, dk: bool, dv: bool) -> tuple[Tensor | None, Tensor | None]:
         problem, layout = self.problem, self.problem.spec.layout
-        to_k = self.fresh(self.inputs.k) if dk else self.inputs.k
-        to_v = self.fresh(self.inputs.v) if dv else self.inputs.v
-        tiles, ends = self.tiles(KEYS if tile is self.plan.schedule.keys else ALONE)
+        kernel = KEYS if tile is self.plan.schedule.keys else ALONE
+        tiles, order = self.tiles(kernel)
         programs = self.programs(tiles, problem.num_gqa_groups)
+        parts = self.parts(kernel, programs, tile.block_m)
+        to_k = self.fresh(self.inputs.k, parts.count) if dk else self.inputs.k
+        to_v = self.fresh(self.inputs.v, parts.count) if dv else self.inputs.v
+        one_k, one_v, steps = to_k, to_v, [0, 0]
+        if parts.count > 1:
+            if dk:
+                one_k, steps[0] = to_k[0], to_k.stride(0)
+            if dv:
+                one_v, steps[1] = to_v[0], to_v.stride(0)
         if programs and problem.batch:
             _keys(
-                programs,
-                (*self.shared, to_k, to_v, self.where, ends, *self.terms, self.seed),
+                programs * parts.count,
+                (*self.shared, to_k, to_v, self.where, *order, *self.terms, self.seed),
                 (
-                    *self.shared_strides, *strides_of(to_k, layout)[:3], *strides_of(to_v, layout)[:3],
-                    *self.term_strides,
+                    *self.shared_strides, *strides_of(one_k, layout)[:3], *strides_of(one_v, layout)[:3],
+                    *steps, *self.term_strides,
                 ),
                 (
                     *self.term_sizes, problem.batch, problem.num_heads, problem.num_gqa_groups, tiles,
                     problem.seqlen_q, problem.seqlen_kv, *self.plan.lengths, *self.plan.factors,
+                    programs, parts.chunk, parts.shares,
                 ),
-                self.constants("keys", tile, WANT_DK=dk, WANT_DV=dv),
+                self.constants("keys", tile, WANT_DK=dk, WANT_DV=dv, PARTS=parts.count > 1),
             )  # fmt: skip
-        return to_k if dk else None, to_v if dv else None
+        given = self.inputs
+        return _total(to_k, given.k) if dk else None, _total(to_v, given.v) if dv else None
 
     def queries(self, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
         """dq and dsoftmax_offset."""
@@ -164,26 +222,32 @@ class Backward(Call):
         sink = wanted.dsoftmax_offset and given
         if not (wanted.dq or sink):
             return None, None
-        tiles, ends = self.tiles(QUERIES)
+        tiles, order = self.tiles(QUERIES)
         programs = self.programs(tiles, problem.num_heads)
+        # A sink's share needs all keys of a row in one program, and what is wanted changes no bit of dq.
+        parts = Parts() if problem.spec.sink else self.parts(QUERIES, programs, tile.block_n)
         to_q, share = self.inputs.q, self.shared[4]
         if wanted.dq:
-            to_q = self.fresh(to_q)
+            to_q = self.fresh(to_q, parts.count)
+        one_q, step = (to_q, 0) if parts.count == 1 else (to_q[0], to_q.stride(0))
         if sink:
             shape = (max(1, programs // problem.num_heads), problem.num_heads)
             share = torch.zeros(shape, dtype=torch.float32, device=self.device)
         if programs and problem.batch:
             _queries(
-                programs,
-                (*self.shared, to_q, share, self.where, ends, *self.terms, self.sink, self.seed),
-                (*self.shared_strides, *strides_of(to_q, layout)[:3], *self.term_strides),
+                programs * parts.count,
+                (*self.shared, to_q, share, self.where, *order, *self.terms, self.sink, self.seed),
+                (*self.shared_strides, *strides_of(one_q, layout)[:3], step, *self.term_strides),
                 (
                     *self.term_sizes, problem.batch, problem.num_heads, problem.group_size, tiles,
-                    problem.seqlen_q, *self.plan.lengths, *self.plan.factors,
+                    problem.seqlen_q, *self.plan.lengths, *self.plan.factors, programs, parts.chunk,
                 ),
-                self.constants("queries", tile, SINK=sink, WANT_DQ=wanted.dq),
+                self.constants(
+                    "queries", tile, SINK=sink, WANT_DQ=wanted.dq, PARTS=parts.count > 1
+                ),
             )  # fmt: skip
-        return to_q if wanted.dq else None, share.sum(0) if sink else None
+        dq = _total(to_q, self.inputs.q) if wanted.dq else None
+        return dq, share.sum(0) if sink else None
 
     def bias(self, wanted: Wanted) -> Tensor | None:
         """dbias."""
@@ -210,6 +274,11 @@ class Backward(Call):
             ),
         )  # fmt: skip
         return part.sum(0).to(bias.dtype)
+
+
+def _total(parts: Tensor, like: Tensor) -> Tensor:
+    """A gradient from its parts, which are added in order in fp32 and rounded once."""
+    return parts if parts.dim() == like.dim() else parts.sum(0).to(like.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,16 @@ import torch
 
 from gradtruth.core.problem import Problem
 
-__all__ = ["Schedule", "Tile", "padded", "schedule", "tiles_for"]
+__all__ = ["Parts", "Schedule", "Tile", "padded", "parts_of", "processors", "schedule", "tiles_for"]
 
 # Bytes a block may use: Hopper and data-centre Blackwell have 227 KB, others 99 to 163 KB.
 _LARGE_SHARED = 220 * 1024
 _ROWS = 64
+# Sharing out: programs per processor that are aimed at, least blocks of a part, bytes of all partial results.
+_WAVES = 2
+_LEAST_BLOCKS = 4
+_PARTS_SCRATCH = 256 << 20
+_LONGEST = 2**30  # sums of two places stay in int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,21 @@ class Schedule:
         """Rows of a tile of the forward, queries, keys and keys_alone."""
         alone = self.keys if self.keys_alone is None else self.keys_alone
         return self.forward.block_m, self.queries.block_m, self.keys.block_n, alone.block_n
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How the work of every program is shared out among several, whose results are added in a fixed order.
+
+    Attributes:
+        count: of parts; 1 is no sharing.
+        chunk: places of the other side that a part walks over, whole blocks.
+        shares: parts that the heads of a group go to; ``count`` is a multiple.
+    """
+
+    count: int = 1
+    chunk: int = 0
+    shares: int = 1
 
 
 def padded(dim: int) -> int:
@@ -123,3 +143,45 @@ def tiles_for(problem: Problem, *, large: bool) -> Schedule:
     loads = spec.bias != "none" or spec.arbitrary or spec.lengths in ("padding_mask", "extents")
     chained = loads or spec.dropout_p > 0 or spec.softcap is not None or spec.alibi
     return (_CHAINED if chained else _PLAIN)[widest]
+
+
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors; 0 where filling them is no aim."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def parts_of(
+    problem: Problem, processors: int, programs: int, block: int, length: int, *, by_heads: bool
+) -> Parts:
+    """How a kernel with a small grid is shared out; never where bits must not depend on the batch.
+
+    Args:
+        problem: what is computed.
+        processors: of the GPU.
+        programs: of the kernel.
+        block: places of the other side in a block.
+        length: of the other side, the most that a sequence can have.
+        by_heads: a program walks over the query heads of a group, which are shared out first.
+    """
+    spec = problem.spec
+    if spec.batch_invariant or not (0 < programs < processors and 0 < length < _LONGEST):
+        return Parts()
+    wanted = _WAVES * processors // programs
+    shares = min(wanted, problem.group_size) if by_heads else 1
+    expected = length
+    if spec.layout == "thd":
+        expected = -(-length // max(1, problem.batch))
+    chunks = max(1, min(wanted // shares, expected // (_LEAST_BLOCKS * block)))
+    if shares * chunks == 1:
+        return Parts()
+    size = -(-expected // chunks)
+    chunk = -(-size // block) * block if chunks > 1 else -(-length // block) * block
+    chunks = -(-length // chunk)
+    rows = problem.batch if spec.layout != "thd" else 1
+    results = rows * max(problem.seqlen_q, problem.seqlen_kv) * problem.num_heads
+    widest = problem.head_dim_qk + problem.head_dim_v
+    if 4 * shares * chunks * results * widest > _PARTS_SCRATCH:
+        return Parts()
+    return Parts(shares * chunks, chunk, shares)

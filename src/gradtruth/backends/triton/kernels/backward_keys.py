@@ -9,6 +9,7 @@ from gradtruth.backends.triton.kernels.places import (
     block_at,
     load_rows,
     locate,
+    share_of,
     tile_of,
     visible_blocks,
 )
@@ -82,27 +83,38 @@ def _over_queries(
 
 _FREE = [
     "batch", "heads", "groups", "tiles", "storage_q", "storage_kv", "length_q", "length_kv",
-    "diagonal", "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j",
+    "diagonal", "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j", "programs",
+    "chunk", "shares",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_FREE)
 def backward_keys(
-    Q, K, V, Dout, Level, Delta, DK, DV_, Where, Ends, Bias, Mask, HiddenQ, HiddenK, Slopes, Seed,
+    Q, K, V, Dout, Level, Delta, DK, DV_, Where, Ends, Order, Bias, Mask, HiddenQ, HiddenK, Slopes, Seed,
     q_sb, q_ss, q_sh, q_sd, k_sb, k_ss, k_sh, k_sd, v_sb, v_ss, v_sh, v_sd, do_sb, do_ss, do_sh, do_sd,
-    dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
+    dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, dk_sp, dv_sp,
     bias_sb, bias_sh, bias_si, bias_sj, mask_sb, mask_sh, mask_si, mask_sj,
     hidden_q_sb, hidden_q_ss, hidden_k_sb, hidden_k_ss, slopes_sb, slopes_sh,
     bias_i, bias_j, mask_i, mask_j, batch, heads, groups, tiles, storage_q, storage_kv,
     length_q, length_kv, diagonal, left, right,
-    scale, factor, softcap, threshold, inverse_keep,
+    scale, factor, softcap, threshold, inverse_keep, programs, chunk, shares,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     PLAIN: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, ARBITRARY: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, QUADS: tl.constexpr,
     PRECISION: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    n, g, tile, count = tile_of(Ends, batch, tl.program_id(0), tiles, groups, PACKED)
+    """With PARTS the heads of a group go to ``shares`` parts, and the queries are shared out too.
+
+    Part p has heads share p % shares and queries chunk p // shares, and writes to DK + p * dk_sp, DV + p * dv_sp.
+    """
+    pid = tl.program_id(0)
+    part = pid * 0
+    if PARTS:
+        part = pid // programs
+        pid = pid % programs
+    n, g, tile, count = tile_of(Ends, Order, batch, pid, tiles, groups, PACKED)
     if n < 0:
         return
     # The first keys are seen by most queries of a causal mask: they go first.
@@ -155,13 +167,22 @@ def backward_keys(
         tl.maximum(first_n, 0), tl.minimum(first_n + BLOCK_N, length_kv) - 1,
         length_q, -diagonal, right, left, BLOCK_M, SPLIT,
     )  # fmt: skip
+    group_size = heads // groups
+    first_head = 0
+    end_head = group_size
+    if PARTS:
+        low, inner_low, inner_high, high = share_of(
+            (low, inner_low, inner_high, high), part // shares, chunk
+        )
+        own = tl.cdiv(group_size, shares)
+        first_head = part % shares * own
+        end_head = tl.minimum(first_head + own, group_size)
     before = (inner_low - low) // BLOCK_M
     inner = (inner_high - inner_low) // BLOCK_M
     number = before + tl.cdiv(high - inner_high, BLOCK_M)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    group_size = heads // groups
-    for at in range(0, group_size):
+    for at in range(first_head, end_head):
         h = g * group_size + at
         long_h = h.to(tl.int64)
         q_base = Q + long_n * q_sb + long_h * q_sh + start * q_ss
@@ -202,6 +223,9 @@ def backward_keys(
 
     # thd: what lies outside every sequence was filled before.
     written = k_valid if PACKED else (row >= 0) & (row < storage_kv)
+    if PARTS:
+        DK += part.to(tl.int64) * dk_sp
+        DV_ += part.to(tl.int64) * dv_sp
     if WANT_DK:
         dk = tl.where(k_valid[:, None], dk * scale, 0.0)
         at_k = DK + long_n * dk_sb + long_g * dk_sh + place * dk_ss + steps[:, None] * dk_ss

@@ -9,6 +9,7 @@ from gradtruth.backends.triton.kernels.places import (
     block_at,
     load_rows,
     locate,
+    share_of,
     tile_of,
     visible_blocks,
 )
@@ -74,27 +75,34 @@ def _over_keys(
 
 _FREE = [
     "batch", "heads", "group_size", "tiles", "storage_q", "length_q", "length_kv", "diagonal",
-    "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j",
+    "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j", "programs", "chunk",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_FREE)
 def backward_queries(
-    Q, K, V, Dout, Level, Delta, DQ, Share, Where, Ends, Bias, Mask, HiddenQ, HiddenK, Slopes, Sink, Seed,
+    Q, K, V, Dout, Level, Delta, DQ, Share, Where, Ends, Order, Bias, Mask, HiddenQ, HiddenK, Slopes, Sink, Seed,
     q_sb, q_ss, q_sh, q_sd, k_sb, k_ss, k_sh, k_sd, v_sb, v_ss, v_sh, v_sd, do_sb, do_ss, do_sh, do_sd,
-    dq_sb, dq_ss, dq_sh,
+    dq_sb, dq_ss, dq_sh, dq_sp,
     bias_sb, bias_sh, bias_si, bias_sj, mask_sb, mask_sh, mask_si, mask_sj,
     hidden_q_sb, hidden_q_ss, hidden_k_sb, hidden_k_ss, slopes_sb, slopes_sh,
     bias_i, bias_j, mask_i, mask_j, batch, heads, group_size, tiles, storage_q,
     length_q, length_kv, diagonal, left, right,
-    scale, factor, softcap, threshold, inverse_keep,
+    scale, factor, softcap, threshold, inverse_keep, programs, chunk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     PLAIN: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, ARBITRARY: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, QUADS: tl.constexpr,
     PRECISION: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, SINK: tl.constexpr, WANT_DQ: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    n, h, tile, _ = tile_of(Ends, batch, tl.program_id(0), tiles, heads, PACKED)
+    """With PARTS (never with SINK) the keys are shared out: part p writes its sum to DQ + p * dq_sp."""
+    pid = tl.program_id(0)
+    part = pid * 0
+    if PARTS:
+        part = pid // programs
+        pid = pid % programs
+    n, h, tile, _ = tile_of(Ends, Order, batch, pid, tiles, heads, PACKED)
     if n < 0:
         return
     (
@@ -161,6 +169,8 @@ def backward_queries(
         tl.maximum(first_m, 0), tl.minimum(first_m + BLOCK_M, length_q) - 1,
         length_kv, diagonal, left, right, BLOCK_N, SPLIT,
     )  # fmt: skip
+    if PARTS:
+        low, inner_low, inner_high, high = share_of((low, inner_low, inner_high, high), part, chunk)
     before = (inner_low - low) // BLOCK_N
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     seen = tl.zeros([BLOCK_M], tl.int32)
@@ -186,13 +196,13 @@ def backward_queries(
         # dsink = - sum of exp(sink - lse) * delta over the rows that see a key.
         weight = tl.exp2(tl.load(Sink + h) * LOG2E - level)
         share = tl.sum(tl.where(q_valid & (seen > 0), weight * delta, 0.0), 0)
-        tl.store(
-            Share + h + (tl.program_id(0) % tiles + (0 if PACKED else n * tiles)) * heads, -share
-        )
+        tl.store(Share + h + (pid % tiles + (0 if PACKED else n * tiles)) * heads, -share)
     if WANT_DQ:
         dq = tl.where(q_valid[:, None], dq * scale, 0.0)
         # thd: what lies outside every sequence was filled before.
         written = q_valid if PACKED else (row >= 0) & (row < storage_q)
+        if PARTS:
+            DQ += part.to(tl.int64) * dq_sp
         at = DQ + long_n * dq_sb + long_h * dq_sh + place * dq_ss + steps[:, None] * dq_ss
         tl.store(
             at + offs_d[None, :], dq.to(DQ.dtype.element_ty),

@@ -9,6 +9,7 @@ from gradtruth.backends.triton.kernels.places import (
     block_at,
     load_rows,
     locate,
+    share_of,
     tile_of,
     visible_blocks,
 )
@@ -70,27 +71,34 @@ def _over_keys(
 
 _FREE = [
     "batch", "heads", "group_size", "tiles", "storage_q", "length_q", "length_kv", "diagonal",
-    "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j",
+    "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j", "programs", "chunk",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_FREE)
 def forward(
-    Q, K, V, Out, Lse, Where, Ends, Bias, Mask, HiddenQ, HiddenK, Slopes, Sink, Seed, Top,
+    Q, K, V, Out, Lse, Where, Ends, Order, Bias, Mask, HiddenQ, HiddenK, Slopes, Sink, Seed, Top,
     q_sb, q_ss, q_sh, q_sd, k_sb, k_ss, k_sh, k_sd, v_sb, v_ss, v_sh, v_sd,
-    o_sb, o_ss, o_sh, lse_sb, lse_sh, lse_ss,
+    o_sb, o_ss, o_sh, lse_sb, lse_sh, lse_ss, o_sp, lse_sp,
     bias_sb, bias_sh, bias_si, bias_sj, mask_sb, mask_sh, mask_si, mask_sj,
     hidden_q_sb, hidden_q_ss, hidden_k_sb, hidden_k_ss, slopes_sb, slopes_sh,
     bias_i, bias_j, mask_i, mask_j, batch, heads, group_size, tiles, storage_q,
     length_q, length_kv, diagonal, left, right,
-    scale, factor, softcap, threshold, inverse_keep,
+    scale, factor, softcap, threshold, inverse_keep, programs, chunk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     PLAIN: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, ARBITRARY: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, QUADS: tl.constexpr,
     PRECISION: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, SINK: tl.constexpr, TOP: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    n, h, tile, _ = tile_of(Ends, batch, tl.program_id(0), tiles, heads, PACKED)
+    """With PARTS the keys are shared out: part p writes its own softmax to Out + p * o_sp and Lse + p * lse_sp."""
+    pid = tl.program_id(0)
+    part = pid * 0
+    if PARTS:
+        part = pid // programs
+        pid = pid % programs
+    n, h, tile, _ = tile_of(Ends, Order, batch, pid, tiles, heads, PACKED)
     if n < 0:
         return
     (
@@ -150,6 +158,8 @@ def forward(
         tl.maximum(first_m, 0), tl.minimum(first_m + BLOCK_M, length_q) - 1,
         length_kv, diagonal, left, right, BLOCK_N, SPLIT,
     )  # fmt: skip
+    if PARTS:
+        low, inner_low, inner_high, high = share_of((low, inner_low, inner_high, high), part, chunk)
     before = (inner_low - low) // BLOCK_N
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -174,17 +184,19 @@ def forward(
 
     if TOP:
         largest = tl.max(tl.where(q_valid, m_i, float("-inf")), 0)
-        tl.store(
-            Top + h + (tl.program_id(0) % tiles + (0 if PACKED else n * tiles)) * heads,
-            largest * LN2,
-        )
+        line = pid % tiles + (0 if PACKED else n * tiles) + part * (programs // heads)
+        tl.store(Top + h + line * heads, largest * LN2)
     if SINK != 0:
         logit = 0.0
         if SINK == 2:
             logit = tl.load(Sink + h) * LOG2E
         m_new = tl.maximum(m_i, logit)
-        alpha = tl.exp2(m_i - m_new)
-        l_i = l_i * alpha + tl.exp2(logit - m_new)
+        if PARTS:  # the sink belongs to the first part
+            m_new = tl.where(part == 0, m_new, m_i)
+            logit = tl.where(part == 0, logit, float("-inf"))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m_i - base)
+        l_i = l_i * alpha + tl.exp2(logit - base)
         acc = acc * alpha[:, None]
         m_i = m_new
     empty = l_i == 0.0
@@ -194,6 +206,9 @@ def forward(
     out = tl.where(q_valid[:, None], out, 0.0)
     # thd: what lies outside every sequence was filled before.
     written = q_valid if PACKED else (row >= 0) & (row < storage_q)
+    if PARTS:
+        Out += part.to(tl.int64) * o_sp
+        Lse += part.to(tl.int64) * lse_sp
     tl.store(Lse + long_n * lse_sb + long_h * lse_sh + row.to(tl.int64) * lse_ss, lse, mask=written)
     at = (
         Out

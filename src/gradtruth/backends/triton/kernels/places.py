@@ -68,20 +68,21 @@ def sequence_of(Ends, batch, tile):
 
 
 @triton.jit
-def tile_of(Ends, batch, pid, tiles, rows, PACKED: tl.constexpr):
+def tile_of(Ends, Order, batch, pid, tiles, rows, PACKED: tl.constexpr):
     """Sequence, head and tile of a program; the last tile of a sequence comes first. sequence -1: nothing to do.
 
-    A causal mask gives the last queries most work (for keys the kernel turns the order around).
+    A causal mask gives the last queries most work (for keys the kernel turns the order around). Ends counts tiles
+    of sequences in the order of Order, the longest first.
     """
     at = pid % tiles
     rest = pid // tiles
     if PACKED:
         head = rest
-        sequence = sequence_of(Ends, batch, at)
-        last = tl.load(Ends + sequence) - 1
-        before = tl.load(Ends + sequence - 1, mask=sequence > 0, other=0)
+        slot = sequence_of(Ends, batch, at)
+        last = tl.load(Ends + slot) - 1
+        before = tl.load(Ends + slot - 1, mask=slot > 0, other=0)
         tile = last - at
-        sequence = tl.where(at <= last, sequence, -1)
+        sequence = tl.where(at <= last, tl.load(Order + slot), -1)
         count = last + 1 - before
     else:
         head = rest % rows
@@ -113,6 +114,22 @@ def visible_blocks(
         inner_low = tl.where(some, begin, low)
         inner_high = tl.where(some, end, low)
     return low, inner_low, inner_high, high
+
+
+@triton.jit
+def share_of(blocks, part, chunk):
+    """The blocks of one part: those that start in [part * chunk, (part + 1) * chunk), chunk whole blocks.
+
+    Where a part begins depends on the chunk alone, not on how many parts or sequences there are.
+    """
+    low, inner_low, inner_high, high = blocks
+    begin = part * chunk
+    low = tl.maximum(low, begin)
+    high = tl.maximum(tl.minimum(high, begin + chunk), low)
+    inner_low = tl.maximum(inner_low, low)
+    inner_high = tl.minimum(inner_high, begin + chunk)
+    some = inner_low < inner_high
+    return low, tl.where(some, inner_low, low), tl.where(some, inner_high, low), high
 
 
 @triton.jit
