@@ -8,7 +8,17 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from typing import Any
 
-__all__ = ["ExitCode", "Measured", "Part", "Row", "Verdict", "exit_code", "row_of_json"]
+__all__ = [
+    "SUPPORT",
+    "ExitCode",
+    "Kind",
+    "Measured",
+    "Row",
+    "Run",
+    "Verdict",
+    "exit_code",
+    "row_of_json",
+]
 
 
 class Verdict(StrEnum):
@@ -18,20 +28,30 @@ class Verdict(StrEnum):
     WRONG = "WRONG"
     REFUSES = "refuses"
     NOT_CLAIMED = "not claimed"
+    NOT_REACHED = "not reached"
     ERROR = "error"
 
 
-class Part(StrEnum):
-    """What was run.
+class Kind(StrEnum):
+    """What sort of fault a finding is.
 
-    ``BACKWARD`` starts from the backend's own forward, ``FOREIGN`` from the oracle's out and lse: a backend
-    that is wrong in both has a wrong backward, one that is wrong in the first alone a wrong forward.
+    ``VALUE`` beyond the budget, ``NONFINITE`` NaN or Inf where a number belongs, ``NOT_ZERO`` something where
+    nothing contributes, ``BITS`` two results that must be equal are not, ``WRITTEN`` memory of others written,
+    ``FORM`` a missing tensor or a wrong shape or dtype, ``LAW`` a conservation law, ``RAISED`` an exception.
     """
 
-    SUPPORT = "support"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    FOREIGN = "backward-from-oracle"
+    VALUE = "value"
+    NONFINITE = "nonfinite"
+    NOT_ZERO = "nonzero"
+    BITS = "bits"
+    WRITTEN = "written"
+    FORM = "form"
+    LAW = "law"
+    RAISED = "raised"
+
+
+SUPPORT = "support"
+"""In place of the name of a check, where a backend was only asked."""
 
 
 class ExitCode(IntEnum):
@@ -71,22 +91,24 @@ class Row:
     Attributes:
         case, case_id, problem: name of the case, SHA-256 of its file, label of its problem.
         backend: its name.
-        part: what was run.
-        tensor: out, lse, dq, dk, dv, dbias or dsoftmax_offset; None when the row is about the whole part.
+        check: name of the check, or ``SUPPORT``.
+        tensor: out, lse, dq, dk, dv, dbias or dsoftmax_offset; None when the row is about the whole check.
         verdict: the answer.
+        kind: of the fault, where there is one.
         whole: the tensor against the oracle.
         worst: the (sequence, head) that used most of its budget.
         heads: all (sequence, head).
         detail: reasons of a refusal, text of an error, what is wrong in words.
-        seconds: time of the part's run.
+        seconds: time of the check.
     """
 
     case: str
     case_id: str
     problem: str
     backend: str
-    part: Part
+    check: str
     verdict: Verdict
+    kind: Kind | None = None
     tensor: str | None = None
     whole: Measured | None = None
     worst: Measured | None = None
@@ -102,7 +124,7 @@ class Row:
 def row_of_json(found: dict[str, Any]) -> Row:
     """The inverse of ``Row.to_json``."""
     given = dict(found)
-    given["part"] = Part(given["part"])
+    given["kind"] = None if given["kind"] is None else Kind(given["kind"])
     given["verdict"] = Verdict(given["verdict"])
     for name in ("whole", "worst"):
         given[name] = None if given[name] is None else _measured(given[name])

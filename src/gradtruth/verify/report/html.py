@@ -82,7 +82,7 @@ def _chart(row: Row) -> _Chart:
     if len(shown) > _MAX_BARS:
         shown = sorted(shown, key=lambda part: _order(part.used), reverse=True)[:_MAX_BARS]
     return _Chart(
-        title=f"{row.case}: {row.backend} {row.part.value} {row.tensor}, {row.verdict.value}",
+        title=f"{row.case}: {row.backend} {row.check} {row.tensor}, {row.verdict.value}",
         over=any(not part.used <= 1 for part in row.heads),
         width=_BAR * len(shown),
         bars=[_bar(at, part) for at, part in enumerate(shown)],
