@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gradtruth.backends import Backend
@@ -29,7 +29,7 @@ def verify_case(
     backends: Sequence[Backend],
     *,
     name: str,
-    checks: Sequence[Check] = CHECKS,
+    checks: Sequence[Check] | Callable[[Backend], Sequence[Check]] = CHECKS,
     preceding: tuple[Case, ...] = (),
 ) -> Iterator[Event]:
     """Run a case on its device through backends and checks, and judge what they return.
@@ -41,7 +41,7 @@ def verify_case(
         case: problem, tensors and upstream gradients.
         backends: in the order of the rows.
         name: of the case, for the rows.
-        checks: in the order of the rows.
+        checks: in the order of the rows; a function that says which, where backends differ.
         preceding: cases whose calls precede every call of the case.
 
     Yields:
@@ -64,7 +64,8 @@ def verify_case(
         return
     for backend in backends:
         subject = Subject(case, backend, standard, preceding=preceding)
-        yield from _Examination(replace(blank, backend=backend.name), subject, checks).run()
+        asked = checks(backend) if callable(checks) else checks
+        yield from _Examination(replace(blank, backend=backend.name), subject, asked).run()
 
 
 def find(
@@ -96,9 +97,13 @@ class _Examination:
         if refusal is not None:
             yield refusal
             return
+        foreign = self._foreign_dropout()
+        if foreign is not None:
+            yield foreign
         for check in self.checks:
-            yield f"{self.blank.case}: {self.blank.backend} {check.name}"
-            yield from self._asked(check)
+            if foreign is None or check.any_dropout:
+                yield f"{self.blank.case}: {self.blank.backend} {check.name}"
+                yield from self._asked(check)
 
     def _refusal(self) -> Row | None:
         """Why the backend is not asked."""
@@ -108,9 +113,14 @@ class _Examination:
             if not support.ok:
                 reasons = tuple(map(str, support.reasons))
                 return replace(self.blank, verdict=Verdict.REFUSES, detail=reasons)
-            claims = self.subject.claims
+            _ = self.subject.claims
         except Exception as error:  # noqa: BLE001 - that it raises is a finding, whatever it raises
             return replace(self.blank, verdict=Verdict.ERROR, detail=(_words(error),))
+        return None
+
+    def _foreign_dropout(self) -> Row | None:
+        """That its results are not comparable with the oracle's, which draws the library's own keep mask."""
+        case, claims = self.subject.case, self.subject.claims
         if case.problem.spec.dropout_p not in (0.0, 1.0) and not claims.global_dropout:
             text = "global_dropout: it drops other weights than the oracle"
             return replace(self.blank, verdict=Verdict.NOT_CLAIMED, detail=(text,))
@@ -157,6 +167,7 @@ class _Examination:
             whole=answer.whole,
             worst=answer.worst,
             heads=answer.heads,
+            errors=answer.errors,
         )
 
 

@@ -85,6 +85,24 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorMap:
+    """Relative errors by place.
+
+    Attributes:
+        labels: per row "n1,h3".
+        step: how many positions of a sequence one column stands for.
+        values: per row and column |error| / root mean square of the tensor there; inf where it is no number. A row
+            ends where its sequence does.
+        left_out: rows beyond the first 64, the ones with the largest errors kept.
+    """
+
+    labels: tuple[str, ...]
+    step: int
+    values: tuple[tuple[float, ...], ...]
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One line of the table.
 
@@ -98,6 +116,7 @@ class Row:
         whole: the tensor against the oracle.
         worst: the (sequence, head) that used most of its budget.
         heads: all (sequence, head).
+        errors: where in the tensor its errors are, of a wrong one.
         detail: reasons of a refusal, text of an error, what is wrong in words.
         seconds: time of the check.
     """
@@ -113,6 +132,7 @@ class Row:
     whole: Measured | None = None
     worst: Measured | None = None
     heads: tuple[Measured, ...] = ()
+    errors: ErrorMap | None = None
     detail: tuple[str, ...] = ()
     seconds: float | None = None
 
@@ -129,6 +149,7 @@ def row_of_json(found: dict[str, Any]) -> Row:
     for name in ("whole", "worst"):
         given[name] = None if given[name] is None else _measured(given[name])
     given["heads"] = tuple(map(_measured, given["heads"]))
+    given["errors"] = None if given["errors"] is None else _error_map(given["errors"])
     given["detail"] = tuple(given["detail"])
     return Row(**given)
 
@@ -164,7 +185,7 @@ class Run:
 
 
 def _encode(value: Any) -> Any:
-    if isinstance(value, Measured):
+    if isinstance(value, Measured | ErrorMap):
         return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
         return [_encode(entry) for entry in value]
@@ -178,3 +199,8 @@ def _measured(found: dict[str, Any]) -> Measured:
     for name in ("relative_l2", "cosine", "norm_ratio", "used", "budget"):
         given[name] = None if given[name] is None else float(given[name])
     return Measured(**given)
+
+
+def _error_map(found: dict[str, Any]) -> ErrorMap:
+    values = tuple(tuple(map(float, line)) for line in found["values"])
+    return ErrorMap(**(found | {"labels": tuple(found["labels"]), "values": values}))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gradtruth.verify.checks.subject import Subject
-from gradtruth.verify.findings import Kind, Measured
+from gradtruth.verify.findings import ErrorMap, Kind, Measured
 
 __all__ = ["Answer", "Check", "Judged", "NotClaimed", "NotReached"]
 
@@ -22,6 +22,7 @@ class Judged:
             not wrong. None: the fault is one of values, which no backend may get wrong.
         detail: in words.
         whole, worst, heads: the numbers, where there are some.
+        errors: where in a wrong tensor they are.
     """
 
     tensor: str | None = None
@@ -31,6 +32,7 @@ class Judged:
     whole: Measured | None = None
     worst: Measured | None = None
     heads: tuple[Measured, ...] = ()
+    errors: ErrorMap | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,16 @@ class Check:
             tells the real fault for which the check exists.
         quick: cheap enough for a first look.
         device: "cuda" where only a GPU has what it looks at.
+        once: it makes its own problems, so one case per backend says all.
+        any_dropout: it says something where the backend's keep mask is not the library's own.
     """
 
     name: str
     run: Callable[[Subject], Iterable[Answer]]
     quick: bool = True
     device: str | None = None
+    once: bool = False
+    any_dropout: bool = False
 
     @property
     def fault(self) -> str:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gradtruth.verify.checks.check import Judged, NotReached
 from gradtruth.verify.checks.subject import Subject
-from gradtruth.verify.findings import Kind
+from gradtruth.verify.error_map import error_map
+from gradtruth.verify.findings import ErrorMap, Kind
 from gradtruth.verify.standard import Scale, measured
 from gradtruth.verify.trial import Trial
 from gradtruth.verify.truth import budget
@@ -29,7 +30,7 @@ def against_oracle(subject: Subject, trial: Trial, scale: Scale) -> Iterator[Jud
         kind = Kind.WRITTEN if "wrote" in text else Kind.FORM
         yield Judged(tensor=name, kind=kind, detail=(text,))
     for name, tensor in trial.tensors.items():
-        yield _judged(name, tensor, subject.standard.measure(name, tensor, scale))
+        yield _judged(subject, name, tensor, scale)
 
 
 def differences(
@@ -38,6 +39,7 @@ def differences(
     expected: Mapping[str, Tensor],
     what: str,
     names: Iterable[str] | None = None,
+    slack: float = 0.0,
 ) -> Iterator[Judged]:
     """Tensors that should be equal but for rounding: a finding for each that differs by more than that.
 
@@ -46,12 +48,13 @@ def differences(
         found, expected: by name, each of the form of the case's own result; names in only one are passed over.
         what: "the call on its own", "a second run", for the detail.
         names: which to look at; all by default.
+        slack: budgets more than the two, where a result is put together from rounded parts.
     """
     for name in names if names is not None else expected:
         if name not in found or name not in expected:
             continue
         rows = subject.standard.apart(name, found[name], expected[name])
-        over = [row for row in rows if not row.used <= _APART]
+        over = [row for row in rows if not row.used <= _APART + slack]
         if over:
             worst = max(over, key=lambda row: row.used if row.used == row.used else float("inf"))
             lost = not bool(found[name].isfinite().all()) and name not in ("lse", "max_logit")
@@ -63,6 +66,7 @@ def differences(
                 whole=whole,
                 worst=part,
                 heads=heads,
+                errors=_errors(subject, name, found[name], expected[name]),
             )
 
 
@@ -102,7 +106,8 @@ def _as_integers(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
-def _judged(name: str, tensor: Tensor, rows: list[budget.Row]) -> Judged:
+def _judged(subject: Subject, name: str, tensor: Tensor, scale: Scale) -> Judged:
+    rows = subject.standard.measure(name, tensor, scale)
     if not rows:
         return Judged(tensor=name, detail=("it has no elements",))
     wrong = [row for row in rows if not row.passed]
@@ -119,7 +124,13 @@ def _judged(name: str, tensor: Tensor, rows: list[budget.Row]) -> Judged:
         whole=whole,
         worst=worst,
         heads=heads,
+        errors=_errors(subject, name, tensor, scale.values[name]),
     )
+
+
+def _errors(subject: Subject, name: str, found: Tensor, expected: Tensor) -> ErrorMap | None:
+    case = subject.case
+    return error_map(case.problem, case.inputs, name, found, expected)
 
 
 def _kind(finding: str) -> Kind:
