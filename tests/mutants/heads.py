@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from tests.mutants.catalogue import mutant
 from tests.mutants.kernel import Kernel
 
@@ -42,14 +41,11 @@ class MeanOfTheGroup(Kernel):
 
 
 @mutant("K09", "many-heads-d64", "head_slice", "dq")
-class NeighboursHead(Kernel):
-    """Delta of the head before is used for every odd head."""
+class NeighboursGroup(Kernel):
+    """Delta of the KV group before is used."""
 
     def delta(self, step):
-        own = super().delta(step)
-        mixed = own.clone()
-        mixed[1::2] = own[: 2 * (len(own) // 2) : 2]
-        return mixed
+        return super().delta(step).roll(step.group, 0)
 
 
 @mutant("K09", "many-heads-d64", "backward", "dq")

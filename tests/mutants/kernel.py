@@ -145,7 +145,9 @@ class Kernel:
             return None
         if p == 1:
             return torch.zeros(1, 1, 1, dtype=step.q.dtype)
-        h, i, j = torch.meshgrid(*(torch.arange(x) for x in (step.H, step.S, step.T)), indexing="ij")
+        h, i, j = torch.meshgrid(
+            *(torch.arange(x) for x in (step.H, step.S, step.T)), indexing="ij"
+        )
         n = torch.full_like(h, step.n)
         kept = keep_mask(p, step.inputs.dropout_seed, n, h, i, j)
         return kept.to(step.q.dtype) / (1 - p)
@@ -169,7 +171,9 @@ class Kernel:
         return x.masked_fill(~seen, -torch.inf), slope
 
     def row_max(self, x):
-        return x.amax(-1, keepdim=True) if x.shape[-1] else x.new_full((*x.shape[:2], 1), -torch.inf)
+        return (
+            x.amax(-1, keepdim=True) if x.shape[-1] else x.new_full((*x.shape[:2], 1), -torch.inf)
+        )
 
     def normalise(self, step, x):
         """(P, lse)."""
@@ -263,14 +267,18 @@ class Kernel:
             value = self.rounded(step, dropped) @ step.v[self.kv_head(step)]
             self.write("out", step, canonical(out, layout), value)
             row = 0 if problem.layout == "thd" else step.n
-            canonical_lse(lse, layout)[row, :, step.places_q] = self.lse_value(step, row_lse).to(lse.dtype)
+            canonical_lse(lse, layout)[row, :, step.places_q] = self.lse_value(step, row_lse).to(
+                lse.dtype
+            )
         out, lse = (self.finish(n, t, problem, inputs) for n, t in (("out", out), ("lse", lse)))
         return Forward(out=out, lse=lse, max_logit=top if problem.spec.max_logit else None)
 
     def backward(self, problem, inputs, forward, dout, dlse, wanted):
         self.calls += 1
         layout = problem.spec.layout
-        found = {f"d{name}": self.fresh(getattr(inputs, name), f"d{name}") for name in ("q", "k", "v")}
+        found = {
+            f"d{name}": self.fresh(getattr(inputs, name), f"d{name}") for name in ("q", "k", "v")
+        }
         dbias = None if inputs.bias is None else torch.zeros(inputs.bias.shape, dtype=torch.float64)
         dsink = torch.zeros(problem.num_heads, dtype=torch.float64)
         for step in self.steps(problem, inputs, backward=True, given=(forward, dout, dlse)):
@@ -281,7 +289,11 @@ class Kernel:
                 row = dbias[step.n if len(dbias) > 1 else 0]
                 self.part(replace(step, n=0), row[None]).add_(self.dbias_of(step, ds, inputs.bias))
             if problem.spec.softmax == "learnable":
-                reached = (x > -torch.inf).any(-1) if x.shape[-1] else torch.zeros(x.shape[:2], dtype=torch.bool)
+                reached = (
+                    (x > -torch.inf).any(-1)
+                    if x.shape[-1]
+                    else torch.zeros(x.shape[:2], dtype=torch.bool)
+                )
                 dsink += self.dsink_of(step, reached)
             ds = self.rounded(step, ds if slope is None else ds * slope)
             dropped = self.rounded(step, self.dv_weights(p, keep))
@@ -302,7 +314,10 @@ class Kernel:
     def dsink_of(self, step, reached):
         """[H], of one sequence."""
         found = sink_gradient(
-            step.lse[None], self.delta(step)[None], step.inputs.softmax_offset.to(step.q.dtype), reached[None]
+            step.lse[None],
+            self.delta(step)[None],
+            step.inputs.softmax_offset.to(step.q.dtype),
+            reached[None],
         )
         return found.double()
 

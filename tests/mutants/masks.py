@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from tests.mutants.catalogue import mutant
 from tests.mutants.kernel import Kernel
 
@@ -59,7 +58,7 @@ class TopLeftInTheBackward(Kernel):
         return 0 if step.backward else step.diagonal
 
 
-@mutant("K07", "top-left-longer-keys-d64", "backward", "dv")
+@mutant("K07", "top-left-longer-keys-d64", "backward", "dq")
 class BottomRightInTheBackward(Kernel):
     """The forward is aligned top-left, the backward bottom-right, wrong only where lengths differ."""
 
@@ -131,7 +130,7 @@ class BackwardIsAlwaysCausal(Kernel):
         return (None, 0) if step.backward else super().window(step)
 
 
-@mutant("K08", "window-d64", "mask_equivalents", "out")
+@mutant("K08", "causal-gqa-d64", "mask_equivalents", "out")
 class WideWindowsAreCut(Kernel):
     """A window wider than 200 is cut to 100, though it covers everything."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from tests.mutants.catalogue import mutant
 from tests.mutants.kernel import Kernel
 
@@ -17,17 +16,21 @@ class GradientsInEmptyMemory(Kernel):
 
 
 @mutant("K01", "thd-gaps-gqa-d128", "exact_zeros", "dv", "nonzero")
-class TailOfDvHoldsLastRow(Kernel):
-    """Rows past the last sequence get a copy of its last row."""
+class TailOfDvHoldsFirstRow(Kernel):
+    """Rows past the last sequence get a copy of the first row."""
 
     def finish(self, name, tensor, problem, inputs):
         if name == "dv":
-            end = int(inputs.cu_seqlens_kv_padded[-1] if inputs.cu_seqlens_kv_padded is not None else inputs.cu_seqlens_kv[-1])
-            tensor[end:] = tensor[end - 1]
+            end = int(
+                inputs.cu_seqlens_kv_padded[-1]
+                if inputs.cu_seqlens_kv_padded is not None
+                else inputs.cu_seqlens_kv[-1]
+            )
+            tensor[end:] = tensor[0]
         return tensor
 
 
-@mutant("K01", "thd-gaps-gqa-d128", "backward", "dq", "nonzero")
+@mutant("K01", "thd-gaps-gqa-d128", "exact_zeros", "dq", "nonzero")
 class GapsOfDqAreNaN(Kernel):
     """Gap rows of dq stay what an earlier tensor, NaN, left there."""
 
@@ -41,11 +44,11 @@ class WorkspaceOfQuerylessSequences(Kernel):
 
     def write(self, name, step, target, value):
         if name in ("dk", "dv") and step.group > 1:
-            kept = self.kept.setdefault((name, step.n), {})
-            if step.S == 0 and value.shape in kept:
-                value = kept[value.shape]
-            elif step.S:
-                kept[value.shape] = value
+            kept = self.kept.get((name, step.n))
+            if step.S:
+                self.kept[name, step.n] = value
+            elif kept is not None and kept.shape[1] >= step.T:
+                value = kept[:, : step.T]
         super().write(name, step, target, value)
 
 
@@ -91,7 +94,7 @@ class WrongFromTheSecondCall(Kernel):
         return tensor
 
 
-@mutant("K02", "causal-gqa-d64", "poisoned_memory", "dq", "bits")
+@mutant("K02", "causal-gqa-d64", "poisoned_memory", "dq")
 class ScratchReadBeforeItIsWritten(Kernel):
     """A scratch for dq is made with empty and added to."""
 
@@ -122,13 +125,17 @@ class WritesDout(Kernel):
         return found
 
 
-@mutant("K02", "causal-gqa-d64", "outside_unchanged", None, "written")
+@mutant("K02", "causal-gqa-d64", "outside_unchanged", "k", "written")
 class WritesBehindItsKeys(Kernel):
     """One element behind the end of k is written."""
 
     def forward(self, problem, inputs):
         k, found = inputs.k, super().forward(problem, inputs)
-        end = k.storage_offset() + sum((n - 1) * s for n, s in zip(k.shape, k.stride(), strict=True)) + 1
+        end = (
+            k.storage_offset()
+            + sum((n - 1) * s for n, s in zip(k.shape, k.stride(), strict=True))
+            + 1
+        )
         if end < k.untyped_storage().nbytes() // k.element_size():
             torch.as_strided(k, (1,), (1,), end).fill_(3.0)
         return found
@@ -148,7 +155,9 @@ class LengthsOfTheFirstBatch(Kernel):
 
     def steps(self, problem, inputs, *, backward, given=None):
         key = (inputs.q.shape, inputs.k.shape)
-        first = self.kept.setdefault(key, (inputs.cu_seqlens_q.clone(), inputs.cu_seqlens_kv.clone()))
+        first = self.kept.setdefault(
+            key, (inputs.cu_seqlens_q.clone(), inputs.cu_seqlens_kv.clone())
+        )
         from dataclasses import replace
 
         stale = replace(inputs, cu_seqlens_q=first[0], cu_seqlens_kv=first[1])

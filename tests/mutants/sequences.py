@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-
 from tests.mutants.catalogue import mutant
 from tests.mutants.kernel import Kernel
 
@@ -119,10 +118,12 @@ class LastKeyTileDropped(Kernel):
 
     def visible(self, step):
         seen = super().visible(step)
-        return seen & (torch.arange(step.T) < step.T - 1) if step.T % 64 == 1 and step.T > 1 else seen
+        return (
+            seen & (torch.arange(step.T) < step.T - 1) if step.T % 64 == 1 and step.T > 1 else seen
+        )
 
 
-@mutant("K05", "tail-129-large-logits-d128", "backward", "dq")
+@mutant("K05", "window-d64", "backward", "dq")
 class LastQueryRowDropped(Kernel):
     """dq of a last tile of one row is not stored."""
 
@@ -146,7 +147,7 @@ class LastTileCountedTwice(Kernel):
         return found
 
 
-@mutant("K29", "padded-d64", "forward", "out")
+@mutant("K29", "padded-full-d64", "forward", "out")
 class LengthsIgnored(Kernel):
     """cu_seqlens of a dense batch have no effect."""
 

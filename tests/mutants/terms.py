@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-
 from tests.mutants.catalogue import mutant
 from tests.mutants.kernel import Kernel
 
@@ -115,10 +114,12 @@ class SoftcapMultipliesTheScore(Kernel):
     def scores(self, step):
         x, slope = super().scores(step)
         cap = self.softcap(step)
-        return (x if cap is None else torch.where(x == -torch.inf, x, x / cap * self.logits(step))), slope
+        return (
+            x if cap is None else torch.where(x == -torch.inf, x, x / cap * self.logits(step))
+        ), slope
 
 
-@mutant("K14", "softcap-window-d128", "backward", "dk")
+@mutant("K14", "softcap-window-d128", "backward", "dk", "nonfinite")
 class SoftcapForgottenInTheBackward(Kernel):
     """The backward recomputes the weights without the cap."""
 

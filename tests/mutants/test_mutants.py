@@ -7,12 +7,12 @@ import re
 from functools import cache
 
 import pytest
+from tests.mutants.catalogue import CATALOGUE
+from tests.mutants.kernel import Kernel
 
 from gradtruth.verify.checks import CHECKS
 from gradtruth.verify.doctor.programme import PROGRAMME, case_of
 from gradtruth.verify.engine import find
-from tests.mutants.catalogue import CATALOGUE
-from tests.mutants.kernel import Kernel
 
 ROOMS = ("memory", "sequences", "masks", "heads", "terms", "numbers")
 for room in ROOMS:

@@ -27,9 +27,6 @@ UNWRITTEN = "unwritten memory returned as data"
 LIFETIME = "workspace or saved state that outlives its call"
 THD = {"qkv_format": "thd", "attn_mask_type": "padding"}
 
-# On a GPU, filling fresh memory goes with warnings about operations that are not deterministic there.
-pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
-
 
 def rows(call: Call, at: slice) -> dict[str, Tensor]:
     return {name: tensor[at] for name, tensor in call.results.items()}

@@ -46,8 +46,8 @@ def test_a_mask_beside_boundaries_does_not_replace_them(own, dtype):
     lengths = own.lengths(3, 3)
     call = own.attend(q, k, v, dout, **{**THD, "attn_mask_type": "padding_causal"}, **lengths)
     call.verify()
-    same(call.out[3], v[3])
-    same(call.out[0], v[0])
+    for first in (0, 3):
+        close(call.out[first], v[first].double(), units=1)
     mask = torch.ones(1, 6, dtype=torch.bool, device=own.device)
     with pytest.raises(InvalidProblem, match="attention_mask and cu_seqlens are both given"):
         attention(q, k, v, qkv_format="thd", attn_mask_type="padding_causal", attention_mask=mask,

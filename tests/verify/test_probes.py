@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,6 +192,11 @@ def test_a_family_is_right_for_reference_in_bf16(family):
     """Also that its budget can be kept: the probes' exact zeros and cancellations included."""
     sample = make(Recipe(problem=problem(dtype="bfloat16", d=32), family=family, seed=1))
     assert examine(sample, get("reference"), truth_of(sample)) == []
+
+
+def test_the_page_lists_every_family():
+    page = (Path(__file__).parents[2] / "docs/families.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(FAMILIES)
 
 
 class NeighboursDelta:

@@ -42,6 +42,16 @@ class Standard:
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        self._derived: dict[str, Standard] = {}
+
+    def derived(self, key: str, case: Case) -> Standard:
+        """The standard of a case that a check made of this one, kept for the other backends.
+
+        Args:
+            key: says how it was made; the same key always means the same tensors.
+            case: the case.
+        """
+        return self._derived.setdefault(key, Standard(case))
 
     @cached_property
     def own(self) -> Scale:

@@ -196,7 +196,7 @@ class _Call:
         if not self.problem.spec.dropout_p:
             return None
         generator = torch.Generator(self.inputs.q.device)
-        return generator.manual_seed(self.inputs.dropout_seed.item())
+        return generator.manual_seed(int(self.inputs.dropout_seed))
 
     def sink(self) -> Tensor | None:
         """fp32 [1, H, 1, 1]: zeros for off-by-one."""
@@ -212,7 +212,7 @@ class _Call:
         thd, q = self.problem.layout == "thd", self.inputs.q
         stats = self.slots.stats_of(forward.lse, by_sequence=thd and not ragged_statistics())
         state = torch.zeros(2, dtype=torch.int64, device=q.device)
-        if self.problem.spec.dropout_p:
+        if self.inputs.dropout_seed is not None:
             state[0] = self.inputs.dropout_seed
         return [stats, state, *(x for x in (self.inputs.bias, self.sink()) if x is not None)]
 

@@ -13,7 +13,6 @@ from gradtruth.verify.checks.subject import Subject
 from gradtruth.verify.checks.variants import variant
 from gradtruth.verify.checks.verdicts import against_oracle
 from gradtruth.verify.findings import Kind
-from gradtruth.verify.standard import Standard
 from gradtruth.verify.suite.families import noise
 
 __all__ = ["LSE_CONTRACT"]
@@ -32,7 +31,7 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
 
 def _forward(subject: Subject, case: Case) -> Iterator[Judged]:
     trial = subject.run(case).forward
-    own = Subject(case, subject.backend, Standard(case))
+    own = Subject(case, subject.backend, subject.standard.derived("lse_contract q = 0", case))
     for answer in against_oracle(own, trial, own.standard.own):
         yield _said(answer, "with q = 0, where lse counts the visible keys")
 
@@ -59,7 +58,8 @@ def _gradient(subject: Subject) -> Iterator[Judged | NotReached]:
     if run.backward is None:
         yield Judged(kind=Kind.RAISED, detail=(f"with lse_grad: {run.forward.error}",))
         return
-    own = Subject(through, subject.backend, Standard(through))
+    standard = subject.standard.derived("lse_contract dlse", through)
+    own = Subject(through, subject.backend, standard)
     for answer in against_oracle(own, run.backward, own.standard.own):
         yield _said(answer, "the gradient through lse alone")
 

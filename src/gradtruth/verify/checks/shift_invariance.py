@@ -12,7 +12,6 @@ from gradtruth.verify.checks.subject import Subject
 from gradtruth.verify.checks.variants import variant
 from gradtruth.verify.checks.verdicts import differences
 from gradtruth.verify.findings import Kind
-from gradtruth.verify.standard import Standard
 
 __all__ = ["SHIFT_INVARIANCE"]
 
@@ -46,7 +45,8 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
                 expected[name] = expected[name] + constant
         if "dq" in found.tensors and "dq" in expected:
             expected["dq"] = _with_last(expected["dq"], found.tensors["dq"][..., -1])
-        own = Subject(moved, subject.backend, Standard(moved))
+        standard = subject.standard.derived(f"shift_invariance {shift}", moved)
+        own = Subject(moved, subject.backend, standard)
         what = f"the same logits before {constant:+.4g} was added to all"
         yield from differences(own, found.tensors, expected, what)
 

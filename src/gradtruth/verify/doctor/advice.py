@@ -43,6 +43,10 @@ _BY_KIND = {
 
 def advice(row: Row) -> str:
     """The line for a row with a finding."""
-    if row.kind in _BY_KIND and row.check in ("forward", "backward", "backward-from-oracle"):
+    if (
+        row.kind is not None
+        and row.kind in _BY_KIND
+        and row.check in ("forward", "backward", "backward-from-oracle")
+    ):
         return _BY_KIND[row.kind]
     return _BY_CHECK.get(row.check, "do not use it for this problem")

@@ -150,6 +150,7 @@ PROGRAMME: tuple[Item, ...] = (
     _item("cross-d64", "cross attention", Spec(), "2 70 257 4/4"),
     _item("padded-d64", "padded batch, lengths by cu_seqlens", Spec(lengths="cu_seqlens", right=0),
           "3 130 130 4/2", places=_PADDED),
+    _item("padded-full-d64", "padding keys would be seen", Spec(lengths="cu_seqlens"), "3 130 130 4/2", places=_PADDED),
     _item("padding-mask-d128", "padded batch, lengths by a mask", Spec(lengths="padding_mask"), "3 130 130 4/4",
           128, places=_PADDED),
     _item("tail-64-large-logits-d64", "lse far below 0 and a last tile half full", Spec(), "2 64 64 2/2",
