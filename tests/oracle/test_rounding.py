@@ -1,5 +1,7 @@
 """Bound and spread against attention whose every rounding is drawn at random."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.oracle.dense import by_head, dense, heterogeneous, scores
@@ -202,3 +204,27 @@ def test_given_forward_has_no_error_of_its_own():
     own = oracle.backward(problem, inputs, dout).magnitudes["dq"].spread
     given = oracle.backward(problem, inputs, dout, forward=(found.out, found.lse))
     assert given.magnitudes["dq"].spread.norm() < own.norm()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_weight_that_underflows_is_charged_for_what_it_multiplies(dtype):
+    """exp2 of a GPU flushes subnormal weights: dS loses P (dP - delta), and dk that times q."""
+    problem, inputs, dout = dense(6, h=2, dtype=dtype, right=0, scale=1.0)
+    exponent = torch.tensor([0.0, -87.6])  # of the two weights: the second is 9e-39, a subnormal
+    zero = torch.zeros_like(inputs.q)
+    q, k = zero[:1, :2].clone(), inputs.k[:1, :2].clone().zero_()
+    q[..., 0] = 1.0
+    k[0, :, :, 0] = exponent.to(k.dtype).view(2, 1)
+    q[..., 1] = 64.0
+    given = replace(inputs, q=q, k=k, v=64 * inputs.v[:1, :2])
+    small = replace(problem, batch=1, seqlen_q=2, seqlen_kv=2)
+    dout = 64 * dout[:1, :2]
+    found = oracle.backward(small, given, dout)
+    dk, spread = dict(found.items())["dk"][0, 1], found.magnitudes["dk"].spread[0, 1]
+    eps = rounding_of(small).unit
+    assert (dk.abs() > 0).any()
+    assert (dk.abs() < 1e-30).all()
+    # All of it may be lost, and nothing beyond it is allowed.
+    assert (eps * spread.norm() >= 0.99 * dk.norm()).all()
+    bound = 2 * dk.abs().amax() + 2 * torch.finfo(small.torch_dtype).smallest_normal
+    assert (eps * spread <= bound).all()

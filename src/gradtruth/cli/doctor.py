@@ -10,13 +10,14 @@ from typing import Annotated
 import torch
 import typer
 
-from gradtruth.backends import ORDER, get
+from gradtruth.backends import ORDER, Backend, get
 from gradtruth.cli.device import device_of
 from gradtruth.cli.progress import progress
 from gradtruth.cli.targets import check_targets, write_reports
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.provenance import machine_facts
-from gradtruth.verify.checks import CHECKS, named
+from gradtruth.verify.checks import CHECKS, Check, named
+from gradtruth.verify.doctor.apart import Apart, examine_apart
 from gradtruth.verify.doctor.examination import examine
 from gradtruth.verify.doctor.matrix import matrix
 from gradtruth.verify.doctor.programme import PROGRAMME, Item, case_of
@@ -44,6 +45,16 @@ def doctor(
     cases: Annotated[
         str, typer.Option(help="all, or names of problems of the programme, separated by commas.")
     ] = "all",
+    jobs: Annotated[
+        int,
+        typer.Option(
+            min=-1,
+            help="Backends at once, each in a process of its own; 0 is all in this one. By default 4 on a GPU.",
+        ),
+    ] = -1,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Seconds for a backend that has its own process.")
+    ] = 600.0,
     list_: Annotated[
         bool, typer.Option("--list", help="Print the programme and its checks, and exit.")
     ] = False,
@@ -77,18 +88,21 @@ def doctor(
         if device == "auto"
         else device_of(device)
     )
-    backends = [get(name) for name in (ORDER if backend == "all" else backend.split(","))]
+    names = list(ORDER) if backend == "all" else backend.split(",")
+    backends = [get(name) for name in names]
     check_targets(json_file, report_file, [])
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
     start = time.perf_counter()
-    with progress(len(items) * steps_of(backends, asked)) as advance:
-        for event in examine(items, backends, asked, where):
-            if isinstance(event, Row):
-                rows.append(event)
-            else:
-                advance(event)
+    jobs = 4 * (where.type == "cuda" and len(names) > 1) if jobs < 0 else jobs
+    how = Apart(
+        device=str(where),
+        cases=[item.name for item in items],
+        checks=[check.name for check in asked],
+        jobs=jobs,
+        patience=patience,
+    )
+    rows = _apart(names, how) if jobs else _together(items, backends, asked, where)
     facts = machine_facts(where)
     facts["seconds"] = round(time.perf_counter() - start)
     run = Run(rows=tuple(rows), facts=facts, cases={item.name: {"why": item.why} for item in items})
@@ -100,6 +114,30 @@ def doctor(
     print_matrix(found, run, sys.stdout, saved=save)
     write_reports(run, json_file, report_file, found)
     raise typer.Exit(exit_code(rows, named=False))
+
+
+def _together(
+    items: list[Item], backends: list[Backend], checks: tuple[Check, ...], device: torch.device
+) -> list[Row]:
+    rows: list[Row] = []
+    with progress(len(items) * steps_of(backends, checks)) as advance:
+        for event in examine(items, backends, checks, device):
+            if isinstance(event, Row):
+                rows.append(event)
+            else:
+                advance(event)
+    return rows
+
+
+def _apart(names: list[str], how: Apart) -> list[Row]:
+    rows: list[Row] = []
+    with progress(len(names)) as advance:
+        for event in examine_apart(names, how):
+            if isinstance(event, str):
+                advance(event)
+            else:
+                rows = event
+    return rows
 
 
 def _items(cases: str, *, quick: bool) -> list[Item]:

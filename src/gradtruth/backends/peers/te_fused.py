@@ -193,10 +193,11 @@ class _Call:
 
     def generator(self) -> torch.Generator | None:
         """One that starts at dropout_seed, with offset 0."""
-        if not self.problem.spec.dropout_p:
+        seed = self.inputs.dropout_seed
+        if seed is None or not self.problem.spec.dropout_p:
             return None
         generator = torch.Generator(self.inputs.q.device)
-        return generator.manual_seed(int(self.inputs.dropout_seed))
+        return generator.manual_seed(int(seed))
 
     def sink(self) -> Tensor | None:
         """fp32 [1, H, 1, 1]: zeros for off-by-one."""
@@ -212,8 +213,9 @@ class _Call:
         thd, q = self.problem.layout == "thd", self.inputs.q
         stats = self.slots.stats_of(forward.lse, by_sequence=thd and not ragged_statistics())
         state = torch.zeros(2, dtype=torch.int64, device=q.device)
-        if self.inputs.dropout_seed is not None:
-            state[0] = self.inputs.dropout_seed
+        seed = self.inputs.dropout_seed
+        if seed is not None and self.problem.spec.dropout_p:
+            state[0] = seed
         return [stats, state, *(x for x in (self.inputs.bias, self.sink()) if x is not None)]
 
 

@@ -1,4 +1,4 @@
-"""autograd_contract: a gradient does not depend on which others are asked for, nor on how often, nor on recomputation."""
+"""autograd_contract: a gradient does not depend on which others are asked for, how often, or on recomputation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from gradtruth.core.tensors import Forward, Wanted
 from gradtruth.verify.checks.again import same
 from gradtruth.verify.checks.check import Check, Judged, NotReached
-from gradtruth.verify.checks.operator import Operator, operator_of
+from gradtruth.verify.checks.operator import Operator, Results, operator_of
 from gradtruth.verify.checks.subject import Subject
 from gradtruth.verify.checks.verdicts import differences, unanswered
 from gradtruth.verify.findings import Kind
@@ -94,7 +94,7 @@ def _through_autograd(subject: Subject, operator: Operator) -> Iterator[Judged]:
 
 def _recomputed(
     operator: Operator,
-    results: tuple[Tensor, Tensor, Tensor],
+    results: Results,
     tensors: dict[str, Tensor | None],
 ) -> dict[str, Tensor]:
     """Gradients by ``backward``: reentrant checkpointing refuses ``torch.autograd.grad``."""

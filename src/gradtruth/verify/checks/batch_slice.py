@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradtruth.verify.checks.check import Check, Judged, NotReached
-from gradtruth.verify.checks.parts import few, reachable, whole_form
+from gradtruth.verify.checks.parts import few_sequences, reachable, whole_form
 from gradtruth.verify.checks.subject import Subject
 from gradtruth.verify.checks.verdicts import bits, differences
 from gradtruth.verify.edits.sequences import place_sequences, sequences
@@ -27,7 +27,7 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
         yield missing
         return
     assembled = whole_form(subject, _NAMES)
-    for n in few(case.problem.batch):
+    for n in few_sequences(case):
         part = sequences(case, [n])
         refusal = subject.supports(part)
         if refusal is not None:

@@ -17,13 +17,15 @@ from gradtruth.verify.suite.poison import valid_places
 
 __all__ = ["EXACT_ZEROS"]
 
-_NAMES = ("out", "lse", "dq", "dk", "dv")
+_PLACED = ("out", "lse", "dq", "dk", "dv")
+_NAMES = (*_PLACED, "dbias")
 
 
 def _run(subject: Subject) -> Iterator[Judged | NotReached]:
     """Gradient rows past the last sequence kept what freed memory held: NaN, which a linear layer spread everywhere.
 
-    pytorch/pytorch#188933, fla-org/flash-linear-attention#892.
+    pytorch/pytorch#188933, fla-org/flash-linear-attention#892. Looked at are padding, gaps and tails (bit for bit),
+    keys that no query sees, rows that see no key, and a bias that reaches no weight.
     """
     missing = unanswered(subject)
     if missing is not None:
@@ -36,8 +38,9 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
             continue
         nothing, exact = _nothing(subject, name)
         reached |= bool(nothing.any())
+        # In a sequence a product with a negative number may be -0.0.
         stray = nothing & (found != exact)
-        outside = stray & ~_inside(subject, name)
+        outside = nothing & (stray | (found.signbit() != (exact < 0))) & ~_inside(subject, name)
         for part, breaks, where in (
             (outside, "exact_zeros", "outside every sequence"),
             (stray & ~outside, None, "inside a sequence"),
@@ -60,8 +63,10 @@ def _nothing(subject: Subject, name: str) -> tuple[Tensor, float]:
 
 
 def _inside(subject: Subject, name: str) -> Tensor:
-    """Which elements of a tensor lie in a sequence."""
+    """Which elements of a tensor lie in a sequence; all of one that does not go by places."""
     case = subject.case
+    if name not in _PLACED:
+        return torch.ones_like(subject.first.tensors[name], dtype=torch.bool)
     layout = case.problem.spec.layout
     valid = valid_places(case.problem, case.inputs)[1 if name in ("dk", "dv") else 0]
     found = torch.zeros_like(subject.first.tensors[name], dtype=torch.bool)

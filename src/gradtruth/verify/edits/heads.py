@@ -1,9 +1,8 @@
-"""KV heads of a case with their query heads as a case of their own, and groups taken apart."""
+"""Heads of a case as a case of their own, and groups taken apart."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,8 +10,9 @@ from torch import Tensor
 from gradtruth.core.layout import canonical_lse
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.case import Case
+from gradtruth.verify.edits.edited import edited, forbid_dropout
 
-__all__ = ["expand_groups", "fold_groups", "kv_heads", "place_heads"]
+__all__ = ["expand_groups", "fold_groups", "kv_heads", "place_heads", "query_heads"]
 
 _HEADS = -2  # of q, k, v, out and their gradients, in every layout
 
@@ -21,40 +21,36 @@ def kv_heads(case: Case, groups: Sequence[int]) -> Case:
     """Some KV heads with all their query heads.
 
     Args:
-        case: without dropout, whose keep mask goes by the number of a head.
+        case: with dropout, whose keep mask goes by the number of a head, only the first ones can be taken.
         groups: which KV heads, each in [0, G).
 
     Raises:
-        InvalidProblem: a number outside the KV heads, or a problem with dropout.
+        InvalidProblem: a number outside the KV heads, none at all, or other ones than the first of a problem with
+            dropout.
     """
-    problem, inputs = case.problem, case.inputs
-    if not all(0 <= g < problem.num_gqa_groups for g in groups):
-        raise InvalidProblem(
-            f"groups is {list(groups)}, expected numbers in [0, {problem.num_gqa_groups})"
-        )
-    if 0.0 < problem.spec.dropout_p < 1.0 and list(groups) != list(range(len(groups))):
-        raise InvalidProblem(
-            f"groups is {list(groups)}, expected 0, 1, ... of a problem with dropout"
-        )
+    _check("groups", groups, case.problem.num_gqa_groups)
     kv = torch.tensor(list(groups), dtype=torch.long, device=case.device)
-    q = _query_heads(case, groups)
-    taken = {
-        "q": inputs.q.index_select(_HEADS, q),
-        "k": inputs.k.index_select(_HEADS, kv),
-        "v": inputs.v.index_select(_HEADS, kv),
+    taken: dict[str, Tensor | None] = {
+        name: getattr(case.inputs, name).index_select(_HEADS, kv) for name in ("k", "v")
     }
-    for name in ("bias", "attention_mask"):
-        tensor = getattr(inputs, name)
-        if tensor is not None and tensor.shape[1] > 1:
-            taken[name] = tensor.index_select(1, q)
-    if inputs.alibi_slopes is not None:
-        taken["alibi_slopes"] = inputs.alibi_slopes.index_select(-1, q)
-    if inputs.softmax_offset is not None:
-        taken["softmax_offset"] = inputs.softmax_offset[q]
-    dlse = case.dlse
-    if dlse is not None:
-        dlse = dlse.index_select(1, q)
-    return _case(case, taken, case.dout.index_select(_HEADS, q), dlse, f"KV heads {list(groups)}")
+    return _heads(case, _query_heads(case, groups), taken, f"KV heads {list(groups)}")
+
+
+def query_heads(case: Case, members: Sequence[int]) -> Case:
+    """Some query heads of every group. dk and dv lack the terms of the others.
+
+    Args:
+        case: with dropout, only what leaves the numbers of heads as they are.
+        members: which of a group, each in [0, H / G).
+
+    Raises:
+        InvalidProblem: a number outside the group, none at all, or other numbers for a problem with dropout.
+    """
+    problem = case.problem
+    _check("members", members, problem.group_size)
+    q = [g * problem.group_size + r for g in range(problem.num_gqa_groups) for r in members]
+    index = torch.tensor(q, dtype=torch.long, device=case.device)
+    return _heads(case, index, {}, f"query heads {list(members)} of every group")
 
 
 def place_heads(
@@ -91,7 +87,7 @@ def expand_groups(case: Case) -> Case:
     taken = {
         name: getattr(case.inputs, name).repeat_interleave(share, _HEADS) for name in ("k", "v")
     }
-    return _case(case, taken, case.dout, case.dlse, "groups expanded")
+    return edited(case, taken, "groups expanded")
 
 
 def fold_groups(case: Case, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -104,6 +100,11 @@ def fold_groups(case: Case, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def _check(name: str, given: Sequence[int], count: int) -> None:
+    if not given or not all(0 <= n < count for n in given):
+        raise InvalidProblem(f"{name} is {list(given)}, expected numbers in [0, {count})")
+
+
 def _query_heads(case: Case, groups: Sequence[int]) -> Tensor:
     share = case.problem.group_size
     return torch.tensor(
@@ -111,16 +112,21 @@ def _query_heads(case: Case, groups: Sequence[int]) -> Tensor:
     )
 
 
-def _case(
-    case: Case, taken: Mapping[str, Tensor], dout: Tensor, dlse: Tensor | None, step: str
-) -> Case:
-    problem = case.problem
-    made = Case.of(
-        replace(problem.spec, packing="separate"),
-        replace(case.inputs, **taken),
-        dout,
-        dlse,
-        max_seqlen=(problem.max_seqlen_q, problem.max_seqlen_kv),
-        provenance=case.provenance,
-    )
-    return replace(made, history=(*case.history, step))
+def _heads(case: Case, q: Tensor, taken: dict[str, Tensor | None], step: str) -> Case:
+    """The query heads ``q``, with everything that goes by a query head."""
+    if q.tolist() != list(range(len(q))):
+        forbid_dropout(case, "the number of a head")
+    inputs = case.inputs
+    taken["q"] = inputs.q.index_select(_HEADS, q)
+    taken["dout"] = case.dout.index_select(_HEADS, q)
+    for name in ("bias", "attention_mask"):
+        tensor = getattr(inputs, name)
+        if tensor is not None and tensor.shape[1] > 1:
+            taken[name] = tensor.index_select(1, q)
+    if inputs.alibi_slopes is not None:
+        taken["alibi_slopes"] = inputs.alibi_slopes.index_select(-1, q)
+    if inputs.softmax_offset is not None:
+        taken["softmax_offset"] = inputs.softmax_offset[q]
+    if case.dlse is not None:
+        taken["dlse"] = case.dlse.index_select(1, q)
+    return edited(case, taken, step)

@@ -8,9 +8,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradtruth.core.layout import canonical, canonical_lse, stored
+from gradtruth.core.layout import canonical, canonical_lse
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.case import Case
+from gradtruth.verify.edits.edited import forbid_dropout, forbid_tiles
+from gradtruth.verify.edits.places import (
+    SIDES,
+    Side,
+    around,
+    bias_rows,
+    cumulated,
+    dense_side,
+    moved,
+    spans,
+    thd_side,
+)
 from gradtruth.verify.truth.scoring import Place, places
 
 __all__ = ["place_sequences", "sequences"]
@@ -19,41 +31,52 @@ _QUERY_SIDE = ("out", "dq", "lse")
 _KEY_SIDE = ("dk", "dv")
 
 
-def sequences(case: Case, indices: Sequence[int]) -> Case:
-    """Some sequences of a batch, in any order, as a batch of their own.
+def sequences(case: Case, indices: Sequence[int], *, keep_gaps: bool = False) -> Case:
+    """Some sequences of a batch, in any order and as often as named, as a batch of their own.
 
-    Dense sequences keep their storage rows; thd sequences are packed without gaps or tail.
+    Dense sequences keep their storage rows; thd sequences are packed one after the other.
 
     Args:
-        case: without dropout, whose keep mask goes by the number of a sequence.
+        case: with dropout, whose keep mask goes by the number of a sequence, only the first ones can be taken.
         indices: which sequences, each in [0, B).
+        keep_gaps: thd slots keep the gaps behind their sequences, and the tensor its places before the first and
+            behind the last slot. By default they are dropped.
 
     Raises:
-        InvalidProblem: an index outside the batch, or a problem with dropout.
+        InvalidProblem: an index outside the batch, other sequences than the first of a problem with dropout, or a
+            tile.
     """
-    problem = case.problem
+    forbid_tiles(case)
+    problem, device = case.problem, case.device
     if not all(0 <= n < problem.batch for n in indices):
         raise InvalidProblem(
             f"indices is {list(indices)}, expected numbers in [0, {problem.batch})"
         )
-    if 0.0 < problem.spec.dropout_p < 1.0 and list(indices) != list(range(len(indices))):
-        raise InvalidProblem(
-            f"indices is {list(indices)}, expected 0, 1, ... of a problem with dropout"
+    if list(indices) != list(range(len(indices))):
+        forbid_dropout(case, "the number of a sequence")
+    thd = problem.layout == "thd"
+    sides = {}
+    whole = places(problem, case.inputs)
+    for name in SIDES:
+        bound = problem.max_seqlen_q if name == "q" else problem.max_seqlen_kv
+        if not thd:
+            sides[name] = _rows(case, name, indices, bound)
+            continue
+        every = spans(case, name, whole)
+        chosen = [every[n] if keep_gaps else replace(every[n], gap=0) for n in indices]
+        outside = around(case, name) if keep_gaps else {}
+        sides[name] = thd_side(
+            device, chosen, name, longest=bias_rows(case, name), bound=bound, **outside
         )
-    at = torch.tensor(list(indices), dtype=torch.long, device=case.device)
-    taken = _packed(case, indices) if problem.layout == "thd" else _rows(case, at)
-    inputs = case.inputs
-    for name in ("bias", "attention_mask"):
-        tensor = getattr(inputs, name)
-        if tensor is not None and tensor.shape[0] > 1:
-            taken[name] = tensor[at]
-    if inputs.alibi_slopes is not None and inputs.alibi_slopes.dim() == 2:
-        taken["alibi_slopes"] = inputs.alibi_slopes[at]
-    return _case(case, taken, f"sequences {list(indices)}")
+    return moved(case, sides, f"sequences {list(indices)}", chosen=indices)
 
 
 def place_sequences(
-    case: Case, indices: Sequence[int], results: Mapping[str, Tensor], into: dict[str, Tensor]
+    case: Case,
+    indices: Sequence[int],
+    results: Mapping[str, Tensor],
+    into: dict[str, Tensor],
+    part: Case | None = None,
 ) -> None:
     """Write results of ``sequences(case, indices)`` to where the whole has them.
 
@@ -62,10 +85,13 @@ def place_sequences(
         indices: as given to ``sequences``.
         results: out, lse, dq, dk, dv by name, others are passed over.
         into: tensors of the whole's form; written.
+        part: what ``sequences`` returned; needed only where it kept gaps.
     """
     layout, thd = case.problem.spec.layout, case.problem.layout == "thd"
     whole = places(case.problem, case.inputs)
-    packed = _starts([whole[n] for n in indices])
+    own = (
+        _packed([whole[n] for n in indices]) if part is None else places(part.problem, part.inputs)
+    )
     for name, tensor in results.items():
         if name not in into or name not in (*_QUERY_SIDE, *_KEY_SIDE):
             continue
@@ -73,83 +99,35 @@ def place_sequences(
         source, target = view(tensor, layout), view(into[name], layout)
         if name == "lse":
             source, target = source.transpose(1, 2), target.transpose(1, 2)
-        for own, n in enumerate(indices):
-            side = whole[n].keys if name in _KEY_SIDE else whole[n].queries
-            if thd:
-                start = packed[own][1 if name in _KEY_SIDE else 0]
-                target[0, side] = source[0, start : start + side.stop - side.start]
+        for at, n in enumerate(indices):
+            if not thd:
+                target[n] = source[at]
+            elif name in _KEY_SIDE:
+                target[0, whole[n].keys] = source[0, own[at].keys]
             else:
-                target[n] = source[own]
+                target[0, whole[n].queries] = source[0, own[at].queries]
 
 
-def _rows(case: Case, at: Tensor) -> dict[str, Tensor]:
-    """Storage rows of a dense batch."""
-    layout, inputs = case.problem.spec.layout, case.inputs
-
-    def rows(tensor: Tensor) -> Tensor:
-        return stored(canonical(tensor, layout)[at], layout).contiguous()
-
-    taken = {name: rows(getattr(inputs, name)) for name in ("q", "k", "v")}
-    taken["dout"] = rows(case.dout)
-    if case.dlse is not None:
-        taken["dlse"] = case.dlse[at]
-    for side in ("q", "kv"):
-        mask, cu = getattr(inputs, f"padding_mask_{side}"), getattr(inputs, f"cu_seqlens_{side}")
-        if mask is not None:
-            taken[f"padding_mask_{side}"] = mask[at]
-        if cu is not None:
-            lengths = cu[1:] - cu[:-1]
-            taken[f"cu_seqlens_{side}"] = _cumulated(lengths[at])
-    return taken
-
-
-def _packed(case: Case, indices: Sequence[int]) -> dict[str, Tensor | None]:
-    """Tokens of thd sequences, one after the other."""
-    inputs, device = case.inputs, case.device
-    whole = places(case.problem, inputs)
-    taken: dict[str, Tensor | None] = {}
-    for side, names in (("q", ("q",)), ("kv", ("k", "v"))):
-        spans = [whole[n].queries if side == "q" else whole[n].keys for n in indices]
-        rows = torch.cat(
-            [torch.arange(span.start, span.stop, device=device) for span in spans]
-            or [torch.arange(0, device=device)]
-        )
-        lengths = [span.stop - span.start for span in spans]
-        taken[f"cu_seqlens_{side}"] = _cumulated(torch.tensor(lengths, device=device))
-        taken[f"cu_seqlens_{side}_padded"] = None
-        for name in names:
-            taken[name] = getattr(inputs, name)[rows]
-        if side == "q":
-            taken["dout"] = case.dout[rows]
-            if case.dlse is not None:
-                taken["dlse"] = case.dlse[rows]
-    return taken
-
-
-def _starts(whole: list[Place]) -> list[tuple[int, int]]:
-    """Where packed sequences begin: (query, key) each."""
-    found, at = [], (0, 0)
+def _packed(whole: list[Place]) -> list[Place]:
+    """The places of sequences that follow each other without a gap."""
+    found, q, kv = [], 0, 0
     for place in whole:
-        found.append(at)
-        at = at[0] + place.length_q, at[1] + place.length_kv
+        found.append(place._replace(start_q=q, start_kv=kv))
+        q, kv = q + place.length_q, kv + place.length_kv
     return found
 
 
-def _cumulated(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
-
-
-def _case(case: Case, taken: Mapping[str, Tensor | None], step: str) -> Case:
-    found = dict(taken)
-    dout, dlse = found.pop("dout"), found.pop("dlse", None)
-    problem = case.problem
-    bounds = problem.max_seqlen_q, problem.max_seqlen_kv
-    made = Case.of(
-        replace(problem.spec, packing="separate"),
-        replace(case.inputs, **found),
-        case.dout if dout is None else dout,
-        dlse,
-        max_seqlen=bounds,
-        provenance=case.provenance,
-    )
-    return replace(made, history=(*case.history, step))
+def _rows(case: Case, side: str, indices: Sequence[int], bound: int | None) -> Side:
+    """Storage rows of a dense batch."""
+    problem, inputs = case.problem, case.inputs
+    count = problem.seqlen_q if side == "q" else problem.seqlen_kv
+    rows = torch.tensor(list(indices), dtype=torch.long, device=case.device).view(-1, 1)
+    index = rows * count + torch.arange(count, device=case.device)
+    lengths: dict[str, Tensor | None] = {}
+    mask, cu = getattr(inputs, f"padding_mask_{side}"), getattr(inputs, f"cu_seqlens_{side}")
+    if mask is not None:
+        lengths[f"padding_mask_{side}"] = mask[rows[:, 0]]
+    if cu is not None:
+        own = (cu[1:] - cu[:-1])[rows[:, 0]]
+        lengths[f"cu_seqlens_{side}"] = cumulated(own.tolist(), case.device)
+    return dense_side(index, lengths, count, bound)

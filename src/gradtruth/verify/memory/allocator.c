@@ -20,13 +20,18 @@ int gradtruth_open(const char *runtime) {
 
 void gradtruth_byte(int value) { byte_ = value; }
 
+/* Fill a free block; the caller has waited for whatever may still read it. Returns CUDA's error. */
+int gradtruth_fill(void *block, int value, size_t size) { return set_(block, value, size); }
+
 void *gradtruth_alloc(ptrdiff_t size, int device, void *stream) {
   void *block = NULL;
   (void)device;
   (void)stream;
   if (malloc_(&block, (size_t)size)) return NULL;
-  set_(block, byte_, (size_t)size);
-  sync_();
+  if (set_(block, byte_, (size_t)size) || sync_()) {
+    free_(block);
+    return NULL;
+  }
   return block;
 }
 
@@ -34,5 +39,6 @@ void gradtruth_free(void *block, ptrdiff_t size, int device, void *stream) {
   (void)size;
   (void)device;
   (void)stream;
+  sync_();
   free_(block);
 }

@@ -54,11 +54,13 @@ class Rounding:
         unit: eps of the operands and results: the input dtype's, 2^-10 where plain TF32 is allowed.
         ratio: eps of scores, softmax and sums divided by ``unit``.
         least: the largest absolute error of a value that underflows, in units of ``unit``.
+        faint: the same for values of scores, softmax and sums.
     """
 
     unit: float
     ratio: float
     least: float
+    faint: float
 
 
 def rounding_of(problem: Problem) -> Rounding:
@@ -67,10 +69,11 @@ def rounding_of(problem: Problem) -> Rounding:
     # Only fp16 keeps its subnormals on every device.
     kept = problem.dtype == "float16"
     least = info.smallest_normal * info.eps if kept else info.smallest_normal
-    if problem.dtype == "float32" and problem.spec.allow_tf32:
-        return Rounding(_TF32_EPS, 1.0, least / _TF32_EPS)
     accumulate = torch.finfo(problem.accumulate_dtype)
-    return Rounding(info.eps, accumulate.eps / info.eps, least / info.eps)
+    unit, ratio = info.eps, accumulate.eps / info.eps
+    if problem.dtype == "float32" and problem.spec.allow_tf32:
+        unit, ratio = _TF32_EPS, 1.0
+    return Rounding(unit, ratio, least / unit, accumulate.smallest_normal / unit)
 
 
 def group_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -260,9 +263,12 @@ class WeightGradient:
         inner = self.dp_bound + self.dp.abs() + delta
         bound = size * (1 + rho * (relative + self.rows.lse_bound.unsqueeze(-1)))
         bound += p * (rho * inner + self.delta_bound.unsqueeze(-1))
-        bound += rounding.least * (p > 0)
+        # A weight under the smallest normal number may become 0: exp2 of a GPU flushes.
+        faint = torch.clamp(p, max=rounding.faint * rounding.unit) / rounding.unit
+        lost = faint * (self.dp - self.delta.unsqueeze(-1)).abs()
+        bound += rounding.least * (p > 0) + lost
         square = size.square() * (1 + (rho * relative).square())
-        square += (rho * p * inner).square()
+        square += (rho * p * inner).square() + lost.square()
         if slope is not None and weights.errors.slope is not None:
             steep = (
                 rho * weights.errors.slope * weights.p * (self.dp - self.delta.unsqueeze(-1)).abs()
