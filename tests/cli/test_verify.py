@@ -30,7 +30,7 @@ def test_verified(case_file):
     result = CliRunner().invoke(app, ["verify", str(case_file), "--backend", "reference"])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0].split()[:5] == ["case", "backend", "part", "tensor", "verdict"]
+    assert lines[0].split()[:5] == ["case", "backend", "check", "tensor", "verdict"]
     assert lines[1].split()[:5] == ["layer3", "reference", "forward", "out", "right"]
     assert "\x1b" not in result.output
     assert "0 WRONG" in lines[-1]

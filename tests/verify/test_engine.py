@@ -12,10 +12,11 @@ from gradtruth.core.spec import Spec
 from gradtruth.core.support import Reason, ReasonCode, Support
 from gradtruth.core.tensors import Forward, Inputs
 from gradtruth.errors import UnsupportedProblem
-from gradtruth.verify import engine
+from gradtruth.verify import standard
 from gradtruth.verify.cases.case import Case
+from gradtruth.verify.checks import VALUES
 from gradtruth.verify.engine import steps_of, verify_case
-from gradtruth.verify.findings import ExitCode, Part, Row, Verdict, exit_code, row_of_json
+from gradtruth.verify.findings import SUPPORT, ExitCode, Row, Verdict, exit_code, row_of_json
 
 
 def _noise(*shape, seed=0):
@@ -62,12 +63,14 @@ class Double:
 
 def _rows(case, backend):
     return [
-        event for event in verify_case(case, [backend], name="planted") if isinstance(event, Row)
+        event
+        for event in verify_case(case, [backend], name="planted", checks=VALUES)
+        if isinstance(event, Row)
     ]
 
 
 def _verdicts(rows):
-    return {(row.part.value, row.tensor): row.verdict.value for row in rows}
+    return {(row.check, row.tensor): row.verdict.value for row in rows}
 
 
 _ALL_RIGHT = {
@@ -115,9 +118,9 @@ def test_a_right_backend_is_right(case):
 def test_one_scaled_head_is_found_and_named(case, name, head):
     rows = _rows(case, Double(backward=_scaled(name, (1, slice(None), head), 1.02)))
     wrong = [row for row in rows if row.verdict is Verdict.WRONG]
-    assert {(row.part, row.tensor) for row in wrong} == {
-        (Part.BACKWARD, name),
-        (Part.FOREIGN, name),
+    assert {(row.check, row.tensor) for row in wrong} == {
+        ("backward", name),
+        ("backward-from-oracle", name),
     }
     for row in wrong:
         assert (row.worst.sequence, row.worst.head) == (1, head)
@@ -164,23 +167,28 @@ def test_a_wrong_forward_is_told_from_a_wrong_backward(case):
 def test_a_backend_that_raises_is_a_finding(case, error):
     rows = _rows(case, Double(forward=_raises(error)))
     first = rows[0]
-    assert (first.part, first.tensor, first.verdict) == (Part.FORWARD, None, Verdict.ERROR)
+    assert (first.check, first.tensor, first.verdict) == ("forward", None, Verdict.ERROR)
     assert first.detail[0].startswith(type(error).__name__)
     # Its backward still runs from the oracle's forward: it may be right.
-    assert {row.part for row in rows[1:]} == {Part.FOREIGN}
+    assert {(row.check, row.verdict) for row in rows[1:]} == {
+        ("backward", Verdict.NOT_REACHED),
+        ("backward-from-oracle", Verdict.RIGHT),
+    }
     assert exit_code(rows, named=False) is ExitCode.FINDINGS
 
 
 def test_an_error_in_one_backend_leaves_the_next_alone(case):
     broken, fine = Double(backward=_raises(RuntimeError("boom"))), Double()
-    rows = [e for e in verify_case(case, [broken, fine], name="x") if isinstance(e, Row)]
+    rows = [
+        e for e in verify_case(case, [broken, fine], name="x", checks=VALUES) if isinstance(e, Row)
+    ]
     assert [row.verdict for row in rows[:4]] == [Verdict.RIGHT] * 2 + [Verdict.ERROR] * 2
     assert _verdicts(rows[4:]) == _ALL_RIGHT
 
 
 def test_supports_that_raises_is_a_finding(case):
     rows = _rows(case, Double(supports=_raises(KeyError("arch"))))
-    assert [(row.part, row.verdict) for row in rows] == [(Part.SUPPORT, Verdict.ERROR)]
+    assert [(row.check, row.verdict) for row in rows] == [(SUPPORT, Verdict.ERROR)]
 
 
 def test_a_refusal_gives_every_reason(case):
@@ -197,7 +205,7 @@ def test_a_refusal_gives_every_reason(case):
 def test_what_is_not_claimed_is_not_run(case):
     backend = Double(foreign_lse=False)
     rows = _rows(case, backend)
-    assert rows[-1].part is Part.FOREIGN
+    assert rows[-1].check == "backward-from-oracle"
     assert rows[-1].verdict is Verdict.NOT_CLAIMED
     assert backend.calls == ["forward", "backward"]
     assert exit_code(rows, named=True) is ExitCode.VERIFIED
@@ -236,9 +244,9 @@ def test_a_written_input_is_wrong_and_reaches_nobody_else(case):
 def test_a_gradient_of_the_wrong_form(case, change, message):
     rows = _rows(case, Double(backward=change))
     wrong = [row for row in rows if row.verdict is Verdict.WRONG]
-    assert [(row.part, row.tensor) for row in wrong] == [
-        (Part.BACKWARD, "dk"),
-        (Part.FOREIGN, "dk"),
+    assert [(row.check, row.tensor) for row in wrong] == [
+        ("backward", "dk"),
+        ("backward-from-oracle", "dk"),
     ]
     assert re.search(message, wrong[0].detail[0])
 
@@ -250,18 +258,18 @@ def test_no_result_at_all_is_an_error(case):
 
 def test_the_oracle_runs_once_per_case(case, monkeypatch):
     calls = []
-    evaluate = engine.oracle.evaluate
+    evaluate = standard.oracle.evaluate
     monkeypatch.setattr(
-        engine.oracle, "evaluate", lambda *a, **k: calls.append(1) or evaluate(*a, **k)
+        standard.oracle, "evaluate", lambda *a, **k: calls.append(1) or evaluate(*a, **k)
     )
-    events = list(verify_case(case, [Double(), Double(), Double()], name="x"))
+    events = list(verify_case(case, [Double(), Double(), Double()], name="x", checks=VALUES))
     assert calls == [1]
     steps = [event for event in events if isinstance(event, str)]
-    assert len(steps) == len(set(steps)) + 6 == steps_of([None] * 3)
+    assert len(steps) == len(set(steps)) + 6 == steps_of([None] * 3, VALUES)
 
 
 def test_an_oracle_that_fails_is_a_finding(case, monkeypatch):
-    monkeypatch.setattr(engine.oracle, "evaluate", _raises(MemoryError("too large")))
+    monkeypatch.setattr(standard.oracle, "evaluate", _raises(MemoryError("too large")))
     rows = _rows(case, Double())
     assert [(row.backend, row.verdict) for row in rows] == [("oracle", Verdict.ERROR)]
     assert "too large" in rows[0].detail[0]
@@ -269,7 +277,7 @@ def test_an_oracle_that_fails_is_a_finding(case, monkeypatch):
 
 def test_a_yardstick_that_fails_allows_nothing(case, monkeypatch):
     monkeypatch.setattr(
-        engine,
+        standard,
         "get",
         lambda _: Double(forward=_raises(RuntimeError()), backward=_raises(RuntimeError())),
     )
@@ -343,12 +351,14 @@ def test_rows_have_one_schema(case):
         "case_id": str,
         "problem": str,
         "backend": str,
-        "part": str,
+        "check": str,
         "tensor": str,
         "verdict": str,
+        "kind": type(None),
         "whole": dict,
         "worst": dict,
         "heads": list,
+        "errors": type(None),
         "detail": list,
         "seconds": float,
     }

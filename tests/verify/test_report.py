@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 import pytest
 
 from gradtruth.verify.findings import (
+    SUPPORT,
     ExitCode,
     Measured,
-    Part,
     Row,
     Run,
     Verdict,
@@ -38,7 +38,7 @@ def _row(**changes):
         "case_id": "ab" * 32,
         "problem": "b2 s8 h3/1 d8 bf16 bshd causal",
         "backend": "reference",
-        "part": Part.BACKWARD,
+        "check": "backward",
         "tensor": "dq",
         "verdict": Verdict.WRONG,
         "whole": _measured(3.1),
@@ -52,7 +52,7 @@ def _row(**changes):
 
 _REFUSAL = _row(
     backend="sdpa_flash",
-    part=Part.SUPPORT,
+    check=SUPPORT,
     tensor=None,
     verdict=Verdict.REFUSES,
     whole=None,
@@ -62,7 +62,7 @@ _REFUSAL = _row(
     seconds=None,
 )
 _RIGHT = _row(
-    verdict=Verdict.RIGHT, part=Part.FORWARD, tensor="out", detail=(), whole=_measured(math.nan)
+    verdict=Verdict.RIGHT, check="forward", tensor="out", detail=(), whole=_measured(math.nan)
 )
 _RUN = Run(
     rows=(_row(), _REFUSAL, _RIGHT),
@@ -95,15 +95,18 @@ def test_plain_text_has_no_escape_codes():
 def test_summary_takes_the_gravest_verdict():
     text = _plain()
     summary = text.split("\n\n")[1].splitlines()
-    assert summary[1].split() == ["layer3", "reference", "right", "WRONG", "-"]
-    assert summary[2].split() == ["layer3", "sdpa_flash", "refuses", "refuses", "refuses"]
-    assert text.splitlines()[-1] == "1 right, 1 WRONG, 1 refuses, 0 not claimed, 0 error"
+    assert summary[1].split() == ["layer3", "reference", "right", "WRONG", "-", "-"]
+    assert summary[2].split() == ["layer3", "sdpa_flash", *["refuses"] * 4]
+    assert (
+        text.splitlines()[-1]
+        == "1 right, 1 WRONG, 1 refuses, 0 not claimed, 0 not reached, 0 error"
+    )
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_right_tensor_does_not_hide_a_wrong_one(order):
     rows = [_row(tensor="dq"), _row(tensor="dk", verdict=Verdict.RIGHT)][::order]
-    assert summary(rows) == [("layer3", "reference", "-", "WRONG", "-")]
+    assert summary(rows) == [("layer3", "reference", "-", "WRONG", "-", "-")]
 
 
 class _Terminal(io.StringIO):

@@ -11,7 +11,7 @@ from gradtruth.core.problem import Problem
 from gradtruth.core.support import Claims, Support
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "ReadsContent"]
 
 
 @runtime_checkable
@@ -49,4 +49,16 @@ class Backend(Protocol):
         wanted: Wanted,
     ) -> Grads:
         """The wanted gradients. ``dlse`` has the shape of lse; None is zero."""
+        ...
+
+
+@runtime_checkable
+class ReadsContent(Protocol):
+    """A backend that takes some problems only for some contents: for lengths, say, that metadata does not tell."""
+
+    def supports_content(self, problem: Problem, inputs: Inputs) -> Support:
+        """Every reason that tensors tell against a problem that ``supports`` takes; may wait for the device.
+
+        ``forward`` and ``backward`` raise UnsupportedProblem with the same reasons.
+        """
         ...

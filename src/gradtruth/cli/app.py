@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
+from gradtruth.cli.doctor import doctor
 from gradtruth.cli.explain import explain
 from gradtruth.cli.verify import verify
 from gradtruth.errors import CaseFormatError, InvalidProblem, UnsupportedProblem
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command()(doctor)
 app.command()(verify)
 app.command()(explain)
 

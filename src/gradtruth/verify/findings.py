@@ -8,7 +8,17 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from typing import Any
 
-__all__ = ["ExitCode", "Measured", "Part", "Row", "Verdict", "exit_code", "row_of_json"]
+__all__ = [
+    "SUPPORT",
+    "ExitCode",
+    "Kind",
+    "Measured",
+    "Row",
+    "Run",
+    "Verdict",
+    "exit_code",
+    "row_of_json",
+]
 
 
 class Verdict(StrEnum):
@@ -18,20 +28,30 @@ class Verdict(StrEnum):
     WRONG = "WRONG"
     REFUSES = "refuses"
     NOT_CLAIMED = "not claimed"
+    NOT_REACHED = "not reached"
     ERROR = "error"
 
 
-class Part(StrEnum):
-    """What was run.
+class Kind(StrEnum):
+    """What sort of fault a finding is.
 
-    ``BACKWARD`` starts from the backend's own forward, ``FOREIGN`` from the oracle's out and lse: a backend
-    that is wrong in both has a wrong backward, one that is wrong in the first alone a wrong forward.
+    ``VALUE`` beyond the budget, ``NONFINITE`` NaN or Inf where a number belongs, ``NOT_ZERO`` something where
+    nothing contributes, ``BITS`` two results that must be equal are not, ``WRITTEN`` memory of others written,
+    ``FORM`` a missing tensor or a wrong shape or dtype, ``LAW`` a conservation law, ``RAISED`` an exception.
     """
 
-    SUPPORT = "support"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    FOREIGN = "backward-from-oracle"
+    VALUE = "value"
+    NONFINITE = "nonfinite"
+    NOT_ZERO = "nonzero"
+    BITS = "bits"
+    WRITTEN = "written"
+    FORM = "form"
+    LAW = "law"
+    RAISED = "raised"
+
+
+SUPPORT = "support"
+"""In place of the name of a check, where a backend was only asked."""
 
 
 class ExitCode(IntEnum):
@@ -65,32 +85,54 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorMap:
+    """Relative errors by place.
+
+    Attributes:
+        labels: per row "n1,h3".
+        step: how many positions of a sequence one column stands for.
+        values: per row and column |error| / root mean square of the tensor there; inf where it is no number. A row
+            ends where its sequence does.
+        left_out: rows beyond the first 64, the ones with the largest errors kept.
+    """
+
+    labels: tuple[str, ...]
+    step: int
+    values: tuple[tuple[float, ...], ...]
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One line of the table.
 
     Attributes:
         case, case_id, problem: name of the case, SHA-256 of its file, label of its problem.
         backend: its name.
-        part: what was run.
-        tensor: out, lse, dq, dk, dv, dbias or dsoftmax_offset; None when the row is about the whole part.
+        check: name of the check, or ``SUPPORT``.
+        tensor: out, lse, dq, dk, dv, dbias or dsoftmax_offset; None when the row is about the whole check.
         verdict: the answer.
+        kind: of the fault, where there is one.
         whole: the tensor against the oracle.
         worst: the (sequence, head) that used most of its budget.
         heads: all (sequence, head).
+        errors: where in the tensor its errors are, of a wrong one.
         detail: reasons of a refusal, text of an error, what is wrong in words.
-        seconds: time of the part's run.
+        seconds: time of the check.
     """
 
     case: str
     case_id: str
     problem: str
     backend: str
-    part: Part
+    check: str
     verdict: Verdict
+    kind: Kind | None = None
     tensor: str | None = None
     whole: Measured | None = None
     worst: Measured | None = None
     heads: tuple[Measured, ...] = ()
+    errors: ErrorMap | None = None
     detail: tuple[str, ...] = ()
     seconds: float | None = None
 
@@ -102,11 +144,12 @@ class Row:
 def row_of_json(found: dict[str, Any]) -> Row:
     """The inverse of ``Row.to_json``."""
     given = dict(found)
-    given["part"] = Part(given["part"])
+    given["kind"] = None if given["kind"] is None else Kind(given["kind"])
     given["verdict"] = Verdict(given["verdict"])
     for name in ("whole", "worst"):
         given[name] = None if given[name] is None else _measured(given[name])
     given["heads"] = tuple(map(_measured, given["heads"]))
+    given["errors"] = None if given["errors"] is None else _error_map(given["errors"])
     given["detail"] = tuple(given["detail"])
     return Row(**given)
 
@@ -142,7 +185,7 @@ class Run:
 
 
 def _encode(value: Any) -> Any:
-    if isinstance(value, Measured):
+    if isinstance(value, Measured | ErrorMap):
         return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
         return [_encode(entry) for entry in value]
@@ -156,3 +199,8 @@ def _measured(found: dict[str, Any]) -> Measured:
     for name in ("relative_l2", "cosine", "norm_ratio", "used", "budget"):
         given[name] = None if given[name] is None else float(given[name])
     return Measured(**given)
+
+
+def _error_map(found: dict[str, Any]) -> ErrorMap:
+    values = tuple(tuple(map(float, line)) for line in found["values"])
+    return ErrorMap(**(found | {"labels": tuple(found["labels"]), "values": values}))

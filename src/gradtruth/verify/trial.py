@@ -15,7 +15,7 @@ from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 from gradtruth.verify.cases import storage
 from gradtruth.verify.cases.case import Case
 
-__all__ = ["Trial", "run_backward", "run_forward", "wanted_of"]
+__all__ = ["Given", "Trial", "as_called", "run_backward", "run_forward", "wanted_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def run_backward(case: Case, backend: Backend, forward: Forward) -> Trial:
     """Run the backward from this forward."""
     wanted = wanted_of(case)
 
-    def call(given: _Given) -> Grads:
+    def call(given: Given) -> Grads:
         own = replace(forward, out=forward.out.clone(), lse=forward.lse.clone())
         return backend.backward(case.problem, given.inputs, own, given.dout, given.dlse, wanted)
 
@@ -62,19 +62,23 @@ def run_backward(case: Case, backend: Backend, forward: Forward) -> Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """Tensors for one run."""
+class Given:
+    """Tensors for one run.
+
+    Attributes:
+        inputs, dout, dlse: as a backend gets them.
+    """
 
     inputs: Inputs
     dout: Tensor
     dlse: Tensor | None
 
 
-def _run(case: Case, call: Callable[[_Given], Forward | Grads]) -> Trial:
+def _run(case: Case, call: Callable[[Given], Forward | Grads]) -> Trial:
     """Call on copies of the case's tensors, and see afterwards whether they were written."""
     bases, views = storage.split(case.tensors())
     copies = {name: base.clone() for name, base in bases.items()}
-    given = _as_called(case, storage.join(copies, views))
+    given = as_called(case, storage.join(copies, views))
     start = time.perf_counter()
     try:
         with torch.no_grad():
@@ -94,15 +98,21 @@ def _run(case: Case, call: Callable[[_Given], Forward | Grads]) -> Trial:
     return Trial(returned=returned, tensors=tensors, wrong=wrong, seconds=seconds)
 
 
-def _as_called(case: Case, tensors: dict[str, Tensor]) -> _Given:
-    """The tensors as the library hands them to backends: a last dim that is not contiguous is copied."""
+def as_called(case: Case, tensors: dict[str, Tensor]) -> Given:
+    """The tensors as the library hands them to backends: a last dim that is not contiguous is copied.
+
+    Args:
+        case: whose problem says so.
+        tensors: those of ``case.tensors()``, or copies of them.
+    """
+    tensors = dict(tensors)
     for name in ("q", "k", "v"):
         if not case.problem.stride_class(name).unit:
             tensors[name] = tensors[name].contiguous()
     dout, dlse = tensors.pop("dout"), tensors.pop("dlse", None)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    return _Given(Inputs(**tensors), dout, dlse)
+    return Given(Inputs(**tensors), dout, dlse)
 
 
 def _items(returned: Forward | Grads) -> Iterator[tuple[str, Tensor]]:

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from gradtruth.backends.peers.versions import loaded_cudnn, peer_versions
+
 __all__ = ["Provenance", "installed_version", "machine_facts"]
 
 Provenance = Mapping[str, str | int]
@@ -18,6 +20,9 @@ def machine_facts(device: torch.device | str = "cpu") -> dict[str, str | int]:
 
     Args:
         device: where the tensors were made; a CUDA device adds its name, capability and CUDA version.
+
+    Returns:
+        Names to texts or numbers, with the version of every peer that is installed.
     """
     where = torch.device(device)
     facts: dict[str, str | int] = {
@@ -34,9 +39,9 @@ def machine_facts(device: torch.device | str = "cpu") -> dict[str, str | int]:
         facts["gpu"] = torch.cuda.get_device_name(where)
         facts["capability"] = f"{major}.{minor}"
         facts["cuda"] = str(torch.version.cuda)
-        facts["cudnn"] = torch.backends.cudnn.version() or 0
+        facts["cudnn"] = loaded_cudnn() or 0
         facts["triton"] = installed_version("triton")
-    return facts
+    return facts | {name: text for name, text in peer_versions().items() if name not in facts}
 
 
 def installed_version(package: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from gradtruth.verify.findings import Measured, Part, Row, Verdict
+from gradtruth.verify.findings import SUPPORT, Measured, Row, Verdict
 
 __all__ = [
     "COLUMNS",
@@ -22,7 +22,7 @@ __all__ = [
 COLUMNS = (
     "case",
     "backend",
-    "part",
+    "check",
     "tensor",
     "verdict",
     "rel_l2",
@@ -35,12 +35,22 @@ COLUMNS = (
     "worst_budget",
     "worst_cosine",
     "worst_norm_ratio",
+    "kind",
     "detail",
 )
-SUMMARY = ("case", "backend", Part.FORWARD.value, Part.BACKWARD.value, Part.FOREIGN.value)
+_MAIN = ("forward", "backward", "backward-from-oracle")
+_OTHERS = "other checks"
+SUMMARY = ("case", "backend", *_MAIN, _OTHERS)
 _EMPTY = "-"
 # The graver hides the milder.
-_GRAVITY = (Verdict.ERROR, Verdict.WRONG, Verdict.REFUSES, Verdict.NOT_CLAIMED, Verdict.RIGHT)
+_GRAVITY = (
+    Verdict.ERROR,
+    Verdict.WRONG,
+    Verdict.REFUSES,
+    Verdict.RIGHT,
+    Verdict.NOT_CLAIMED,
+    Verdict.NOT_REACHED,
+)
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -49,7 +59,7 @@ def cells(row: Row) -> tuple[str, ...]:
     return (
         row.case,
         row.backend,
-        row.part.value,
+        row.check,
         row.tensor or _EMPTY,
         row.verdict.value,
         number(whole and whole.relative_l2),
@@ -62,22 +72,23 @@ def cells(row: Row) -> tuple[str, ...]:
         number(worst and worst.budget),
         _fixed(worst and worst.cosine, 6),
         _fixed(worst and worst.norm_ratio, 4),
+        row.kind.value if row.kind else _EMPTY,
         one_line("; ".join(row.detail)) or _EMPTY,
     )
 
 
 def summary(rows: Iterable[Row]) -> list[tuple[str, ...]]:
-    """One line per case and backend: the gravest verdict of each part."""
-    found: dict[tuple[str, str], dict[Part, Verdict]] = {}
+    """One line per case and backend: the gravest verdict of each main check, and of all others together."""
+    found: dict[tuple[str, str], dict[str, Verdict]] = {}
     for row in rows:
-        parts = found.setdefault((row.case, row.backend), {})
-        for part in Part if row.part is Part.SUPPORT else (row.part,):
-            before = parts.get(part, row.verdict)
-            parts[part] = min(before, row.verdict, key=_GRAVITY.index)
-    shown = (Part.FORWARD, Part.BACKWARD, Part.FOREIGN)
+        checks = found.setdefault((row.case, row.backend), {})
+        own = row.check if row.check in _MAIN else _OTHERS
+        for check in (*_MAIN, _OTHERS) if row.check == SUPPORT else (own,):
+            before = checks.get(check, row.verdict)
+            checks[check] = min(before, row.verdict, key=_GRAVITY.index)
     return [
-        (*key, *(parts[part].value if part in parts else _EMPTY for part in shown))
-        for key, parts in found.items()
+        (*key, *(checks[check].value if check in checks else _EMPTY for check in SUMMARY[2:]))
+        for key, checks in found.items()
     ]
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from gradtruth.verify.doctor.matrix import Matrix
 from gradtruth.verify.findings import Run
 from gradtruth.verify.report.cells import COLUMNS, SUMMARY, cells, conclusion, summary
+from gradtruth.verify.report.matrix import NAMES, finding_line, matrix_lines, refusal_lines
 
 __all__ = ["markdown"]
 
 
-def markdown(run: Run) -> str:
-    """The run as Markdown: summary, every row, machine and versions."""
+def markdown(run: Run, found: Matrix | None = None) -> str:
+    """The run as Markdown: the doctor's matrix and findings or a summary and every row; machine and versions."""
+    if found is not None:
+        return _examination(run, found)
     problems = dict.fromkeys((row.case, row.problem, row.case_id[:12]) for row in run.rows)
     parts = [
         "# Attention verification",
@@ -26,6 +30,20 @@ def markdown(run: Run) -> str:
         "## Machine",
         _table(("fact", "value"), [(name, str(value)) for name, value in run.facts.items()]),
     ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _examination(run: Run, found: Matrix) -> str:
+    parts = ["# Attention examined", conclusion(run.rows), _table(*matrix_lines(found))]
+    refusals = refusal_lines(found)
+    if refusals:
+        parts += ["## Not examined", _table(("backend", "why"), refusals)]
+    parts += ["## Findings"]
+    lines = [finding_line(finding) for finding in found.findings]
+    parts += [_table(NAMES, lines) if lines else "None."]
+    why = [(name, str(facts.get("why", ""))) for name, facts in run.cases.items()]
+    parts += ["## Problems", _table(("case", "why"), why), "## Machine"]
+    parts += [_table(("fact", "value"), [(name, str(value)) for name, value in run.facts.items()])]
     return "\n\n".join(parts) + "\n"
 
 

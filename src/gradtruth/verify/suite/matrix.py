@@ -97,7 +97,8 @@ def markdown(device: torch.device | str = "cpu", names: Sequence[str] = ORDER) -
         listed = ", ".join(f"`{value}`" for value in values)
         lines.append(f"| {axis} | {listed} | " + " | ".join(cell or "yes" for cell in cells) + " |")
     lines += [""] + [
-        f"`{name}` refuses every problem here: {codes}.  " for name, codes in absent.items()
+        f"`{name}` has no column, for it refuses the plain problem: {codes}.  "
+        for name, codes in absent.items()
     ]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -116,7 +117,7 @@ def golden(device: torch.device | str = "cpu", names: Sequence[str] = ORDER) -> 
             f"{name}: {cell}" for name, cell in zip(shown, cells, strict=True) if cell
         )
         lines.append(f"{axis} {' '.join(values)}: {against or 'all support it'}")
-    lines += [f"everything: {name}: {codes}" for name, codes in absent.items()]
+    lines += [f"the plain problem: {name}: {codes}" for name, codes in absent.items()]
     lines.append(
         f"# of the suite's {len(suite().recipes)} problems: supported; reason codes and how often"
     )
@@ -148,14 +149,19 @@ def _grouped(
 
 
 def _codes(backend: str, problem: Problem, device: torch.device) -> str:
+    return ", ".join(sorted(_against(backend, problem, device)))
+
+
+def _against(backend: str, problem: Problem, device: torch.device) -> set[ReasonCode]:
+    """The codes of all reasons, but that a peer is not installed: the files are the same on every machine."""
     reasons = get(backend).supports(problem, device).reasons
-    return ", ".join(sorted({reason.code for reason in reasons}))
+    return {reason.code for reason in reasons} - {ReasonCode.NOT_INSTALLED}
 
 
 def _counted(name: str, device: torch.device) -> tuple[int, Counter[ReasonCode]]:
     supported, counted = 0, Counter()
     for recipe in suite().recipes:
-        reasons = get(name).supports(recipe.problem, device).reasons
-        supported += not reasons
-        counted.update({reason.code for reason in reasons})
+        codes = _against(name, recipe.problem, device)
+        supported += not codes
+        counted.update(codes)
     return supported, counted

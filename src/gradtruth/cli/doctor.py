@@ -1,0 +1,160 @@
+"""``gradtruth doctor``: which attention on this machine is right, and for what."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from gradtruth.backends import ORDER, Backend, get
+from gradtruth.cli.device import device_of
+from gradtruth.cli.progress import progress
+from gradtruth.cli.targets import check_targets, write_reports
+from gradtruth.errors import InvalidProblem
+from gradtruth.verify.cases.provenance import machine_facts
+from gradtruth.verify.checks import CHECKS, Check, named
+from gradtruth.verify.doctor.apart import Apart, examine_apart
+from gradtruth.verify.doctor.examination import examine
+from gradtruth.verify.doctor.matrix import matrix
+from gradtruth.verify.doctor.programme import PROGRAMME, Item, case_of
+from gradtruth.verify.engine import steps_of
+from gradtruth.verify.findings import Row, Run, exit_code
+from gradtruth.verify.report.matrix import print_matrix
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    backend: Annotated[
+        str,
+        typer.Option(help="all, or names of backends or module:function, separated by commas."),
+    ] = "all",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda or cuda:N; by default a GPU where there is one.")
+    ] = "auto",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A short programme: a minute on two cores.")
+    ] = False,
+    checks: Annotated[
+        str, typer.Option(help="all, or names of checks, separated by commas.")
+    ] = "all",
+    cases: Annotated[
+        str, typer.Option(help="all, or names of problems of the programme, separated by commas.")
+    ] = "all",
+    jobs: Annotated[
+        int,
+        typer.Option(
+            min=-1,
+            help="Backends at once, each in a process of its own; 0 is all in this one. By default 4 on a GPU.",
+        ),
+    ] = -1,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Seconds for a backend that has its own process.")
+    ] = 600.0,
+    list_: Annotated[
+        bool, typer.Option("--list", help="Print the programme and its checks, and exit.")
+    ] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write a case file for every problem with a finding."),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write all rows; .jsonl gives JSON lines."),
+    ] = None,
+    report_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", metavar="FILE", help="Write a report: .html, .md, or .xml for JUnit."
+        ),
+    ] = None,
+) -> None:
+    """Examine every attention backend of this machine, forward and backward, and say what is wrong with which.
+
+    Exit codes: 0 verified, 1 findings, 2 usage, 3 unsupported.
+    """
+    items = _items(cases, quick=quick)
+    asked = CHECKS if checks == "all" else named(tuple(checks.split(",")))
+    asked = tuple(check for check in asked if check.quick or not quick)
+    if list_:
+        _print_programme(items, [check.name for check in asked])
+        return
+    where = (
+        device_of("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "auto"
+        else device_of(device)
+    )
+    names = list(ORDER) if backend == "all" else backend.split(",")
+    backends = [get(name) for name in names]
+    check_targets(json_file, report_file, [])
+    if save is not None:
+        save.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    jobs = 4 * (where.type == "cuda" and len(names) > 1) if jobs < 0 else jobs
+    how = Apart(
+        device=str(where),
+        cases=[item.name for item in items],
+        checks=[check.name for check in asked],
+        jobs=jobs,
+        patience=patience,
+    )
+    rows = _apart(names, how) if jobs else _together(items, backends, asked, where)
+    facts = machine_facts(where)
+    facts["seconds"] = round(time.perf_counter() - start)
+    run = Run(rows=tuple(rows), facts=facts, cases={item.name: {"why": item.why} for item in items})
+    found = matrix(run.rows)
+    if save is not None:
+        for name in sorted({case for finding in found.findings for case in finding.cases}):
+            item = next(item for item in items if item.name == name)
+            case_of(item.recipe, where).save(save / f"{name}.safetensors")
+    print_matrix(found, run, sys.stdout, saved=save)
+    write_reports(run, json_file, report_file, found)
+    raise typer.Exit(exit_code(rows, named=False))
+
+
+def _together(
+    items: list[Item], backends: list[Backend], checks: tuple[Check, ...], device: torch.device
+) -> list[Row]:
+    rows: list[Row] = []
+    with progress(len(items) * steps_of(backends, checks)) as advance:
+        for event in examine(items, backends, checks, device):
+            if isinstance(event, Row):
+                rows.append(event)
+            else:
+                advance(event)
+    return rows
+
+
+def _apart(names: list[str], how: Apart) -> list[Row]:
+    rows: list[Row] = []
+    with progress(len(names)) as advance:
+        for event in examine_apart(names, how):
+            if isinstance(event, str):
+                advance(event)
+            else:
+                rows = event
+    return rows
+
+
+def _items(cases: str, *, quick: bool) -> list[Item]:
+    known = [item for item in PROGRAMME if item.quick or not quick]
+    if cases == "all":
+        return known
+    names = cases.split(",")
+    for name in names:
+        if name not in [item.name for item in known]:
+            raise InvalidProblem(
+                f"--cases has {name!r}, expected some of {', '.join(item.name for item in known)}"
+            )
+    return [item for item in known if item.name in names]
+
+
+def _print_programme(items: list[Item], checks: list[str]) -> None:
+    width = max(len(item.name) for item in items)
+    for item in items:
+        print(f"{item.name.ljust(width)}  {item.recipe.label()}: {item.why}")
+    print(f"\nchecks: {', '.join(checks)}")

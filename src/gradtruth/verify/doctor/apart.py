@@ -1,0 +1,101 @@
+"""Backends examined apart, each in a process of its own: one that breaks the device or hangs ends only its own part."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradtruth.verify.findings import Kind, Row, Verdict, row_of_json
+
+__all__ = ["PROCESS", "Apart", "examine_apart"]
+
+PROCESS = "process"
+"""In place of the name of a check, where a backend's process did not end well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """How to examine apart.
+
+    Attributes:
+        device: "cuda", "cuda:1", "cpu".
+        cases, checks: names.
+        jobs: how many processes at once.
+        patience: seconds for one backend.
+    """
+
+    device: str
+    cases: Sequence[str]
+    checks: Sequence[str]
+    jobs: int = 4
+    patience: float = 600.0
+
+
+def examine_apart(backends: Sequence[str], how: Apart) -> Iterator[str | list[Row]]:
+    """Yields a text when a backend is done, and at last all rows, in the order of the backends."""
+    found: dict[str, list[Row]] = {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(how.jobs) as pool:
+        futures = {
+            pool.submit(_examined, name, Path(folder) / f"{at}.jsonl", how): name
+            for at, name in enumerate(backends)
+        }
+        for future in as_completed(futures):
+            found[futures[future]] = future.result()
+            yield futures[future]
+    yield [row for name in backends for row in found[name]]
+
+
+def _examined(name: str, target: Path, how: Apart) -> list[Row]:
+    """The rows of one backend, those before its process died included."""
+    command = [sys.executable, "-W", "ignore", "-m", "gradtruth.verify.doctor.worker", str(target)]
+    command += [how.device, name, ",".join(how.cases), ",".join(how.checks)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=how.patience,
+            check=False,
+        )
+        ended = "" if done.returncode == 0 else _last_words(done.returncode, done.stderr)
+    except subprocess.TimeoutExpired:
+        ended = f"it was not done after {how.patience:g} s"
+    rows = _rows(target)
+    if ended:
+        at = rows[-1] if rows else None
+        where = f" after {at.case} {at.check}" if at else ""
+        rows.append(
+            Row(
+                case=at.case if at else "programme",
+                case_id=at.case_id if at else "",
+                problem=at.problem if at else "",
+                backend=name,
+                check=PROCESS,
+                verdict=Verdict.ERROR,
+                kind=Kind.RAISED,
+                detail=(f"its process ended{where}: {ended}",),
+            )
+        )
+    return rows
+
+
+def _rows(target: Path) -> list[Row]:
+    if not target.exists():
+        return []
+    lines = target.read_text(encoding="utf-8").split("\n")[:-1]  # a line that was cut has no end
+    return [row_of_json(json.loads(line)) for line in lines]
+
+
+def _last_words(code: int, text: str) -> str:
+    """The last line that looks like an error, else the last line."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line or "free()" in line or "error" in line]
+    last = (errors or lines or ["it said nothing"])[-1]
+    return f"exit code {code}, {last.strip()[:300]}"

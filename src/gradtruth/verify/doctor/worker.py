@@ -1,0 +1,36 @@
+"""A worker: one backend's examination in a process of its own, every row written as soon as it is known.
+
+``python -m gradtruth.verify.doctor.worker FILE DEVICE BACKEND CASES CHECKS``; cases and checks separated by commas.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from gradtruth.backends import get
+from gradtruth.verify.checks import named
+from gradtruth.verify.doctor.examination import examine
+from gradtruth.verify.doctor.programme import PROGRAMME
+from gradtruth.verify.findings import Row
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> None:
+    """Examine one backend and write its rows as JSON lines."""
+    target, device, backend, cases, checks = arguments
+    items = [item for item in PROGRAMME if item.name in cases.split(",")]
+    with open(target, "w", encoding="utf-8") as lines:
+        for event in examine(
+            items, [get(backend)], named(tuple(checks.split(","))), torch.device(device)
+        ):
+            if isinstance(event, Row):
+                lines.write(json.dumps(event.to_json(), allow_nan=False) + "\n")
+                lines.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

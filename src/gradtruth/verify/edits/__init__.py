@@ -1,0 +1,1 @@
+"""Edits: pure functions from a case to a smaller or differently stored case that asks for the same numbers."""

@@ -1,0 +1,1 @@
+"""Mutants: healthy kernels with one fault each, for the instrument's own tests."""
