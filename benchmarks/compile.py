@@ -52,6 +52,8 @@ FEATURES = (
     ("thd", 128, "bfloat16", {"layout": "thd", "lengths": "cu_seqlens", "right": 0}),
     ("odd head dim", 80, "bfloat16", {"right": 0}),
     ("odd head dim", 192, "bfloat16", {"right": 0}),
+    ("wide", 512, "bfloat16", {"right": 0}),
+    ("wide", 576, "bfloat16", {"right": 0}),
 )
 
 
@@ -123,7 +125,9 @@ def compiled(launch: Launch, arch: int) -> Compiled:
     from triton.compiler.compiler import ASTSource
 
     function, constants = launch.function, dict(launch.constants)
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+    options = {
+        name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
+    }
     signature, attributes = {}, {}
     values = (*launch.tensors, *launch.strides, *launch.numbers)
     for at, (name, value) in enumerate(zip(function.arg_names, values, strict=False)):
@@ -138,7 +142,7 @@ def compiled(launch: Launch, arch: int) -> Compiled:
             signature[name] = "i32"
             if at < len(launch.tensors) + len(launch.strides) and value % 16 == 0:
                 attributes[(at,)] = [["tt.divisibility", 16]]
-    signature |= {name: "constexpr" for name in constants}
+    signature |= dict.fromkeys(constants, "constexpr")
     begin = time.perf_counter()
     source = ASTSource(function, signature, constants, attributes)
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -202,11 +206,15 @@ def main() -> None:
     """Print a table; exit with 1 on a fault."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="*", default=ARCHITECTURES)
-    parser.add_argument("--all", action="store_true", help="every feature, not only the main schedules")
+    parser.add_argument(
+        "--all", action="store_true", help="every feature, not only the main schedules"
+    )
     parser.add_argument("--json", type=Path, help="write the rows there")
     given = parser.parse_args()
     rows, wrong = [], 0
-    print(f"{'sm':>4} {'problem':24} {'d':>4} {'dtype':9} {'kernel':17} {'tile':>8} w s  regs spill shared")
+    print(
+        f"{'sm':>4} {'problem':24} {'d':>4} {'dtype':9} {'kernel':17} {'tile':>8} w s  regs spill shared"
+    )
     for row in report(MAIN + FEATURES if given.all else MAIN, given.arch):
         rows.append(row)
         fault = faults(row)

@@ -17,6 +17,7 @@ _ROWS = 64
 _WAVES = 2
 _LEAST_BLOCKS = 4
 _PARTS_SCRATCH = 256 << 20
+_NARROW = 256  # head dims that the tuned tables reach to
 _LONGEST = 2**30  # sums of two places stay in int32
 
 
@@ -116,7 +117,12 @@ _SINGLE_SMALL = {
     128: _of(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
     256: _of(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
-_INTERPRETED = _of(Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1))
+# Head dims over 256 (MLA: 576 and 512): what fits the shared memory, with dk and dv apart.
+_WIDE = {
+    512: _of(Tile(64, 32, 8, 1), Tile(16, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    1024: _of(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+_INTERPRETED = _of(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
 
 
 def schedule(problem: Problem, device: torch.device) -> Schedule:
@@ -136,6 +142,8 @@ def tiles_for(problem: Problem, *, large: bool) -> Schedule:
     """
     spec = problem.spec
     widest = max(64, padded(problem.head_dim_qk), padded(problem.head_dim_v))
+    if widest > _NARROW:
+        return _WIDE[widest]
     if problem.dtype == "float32":
         return (_SINGLE if large else _SINGLE_SMALL)[widest]
     if not large:

@@ -104,7 +104,7 @@ def backward_bias(
             q_valid = (offs_m >= 0) & (offs_m < own_q)
             if HOLES % 2 == 1:
                 hidden_m = tl.load(
-                    HiddenQ + long_n * hidden_q_sb + (start_q + offs_m) * hidden_q_ss,
+                    HiddenQ + long_n * hidden_q_sb + (start_q + offs_m).to(tl.int64) * hidden_q_ss,
                     mask=q_valid,
                     other=1,
                 )
@@ -142,7 +142,7 @@ def backward_bias(
                 k_valid = (offs_n >= 0) & (offs_n < own_kv)
                 if HOLES >= 2:
                     hidden_n = tl.load(
-                        HiddenK + long_n * hidden_k_sb + (start_kv + offs_n) * hidden_k_ss,
+                        HiddenK + long_n * hidden_k_sb + (start_kv + offs_n).to(tl.int64) * hidden_k_ss,
                         mask=k_valid, other=1,
                     )  # fmt: skip
                     k_valid = k_valid & (hidden_n == 0)

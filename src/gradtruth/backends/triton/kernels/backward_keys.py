@@ -41,7 +41,9 @@ def _over_queries(
         offs_m = start_m + in_tile
         q_valid = offs_m < length_q
         if HOLES % 2 == 1:
-            q_valid = q_valid & (tl.load(hidden_q + offs_m * hidden_s, mask=q_valid, other=1) == 0)
+            q_valid = q_valid & (
+                tl.load(hidden_q + offs_m.to(tl.int64) * hidden_s, mask=q_valid, other=1) == 0
+            )
         place = start_m.to(tl.int64)
         q = load_rows(q_base + place * q_ss, steps, q_ss, offs_d, q_sd, q_valid, D, MASKED)
         do = load_rows(do_base + place * do_ss, steps, do_ss, offs_dv, do_sd, q_valid, DV, MASKED)
@@ -132,7 +134,9 @@ def backward_keys(
     long_n = n.to(tl.int64)
     long_g = g.to(tl.int64)
     if HOLES >= 2:
-        hidden = tl.load(HiddenK + long_n * hidden_k_sb + row * hidden_k_ss, mask=k_valid, other=1)
+        hidden = tl.load(
+            HiddenK + long_n * hidden_k_sb + row.to(tl.int64) * hidden_k_ss, mask=k_valid, other=1
+        )
         k_valid = k_valid & (hidden == 0)
     steps = in_tile
     if WIDE:

@@ -40,7 +40,9 @@ def _over_keys(
         offs_n = start_n + in_tile
         k_valid = offs_n < length_kv
         if HOLES >= 2:
-            k_valid = k_valid & (tl.load(hidden_k + offs_n * hidden_s, mask=k_valid, other=1) == 0)
+            k_valid = k_valid & (
+                tl.load(hidden_k + offs_n.to(tl.int64) * hidden_s, mask=k_valid, other=1) == 0
+            )
         place = start_n.to(tl.int64)
         valid = q_valid[:, None] & k_valid[None, :]
         if WANT_DQ:
@@ -118,7 +120,9 @@ def backward_queries(
     long_n = n.to(tl.int64)
     long_h = h.to(tl.int64)
     if HOLES % 2 == 1:
-        hidden = tl.load(HiddenQ + long_n * hidden_q_sb + row * hidden_q_ss, mask=q_valid, other=1)
+        hidden = tl.load(
+            HiddenQ + long_n * hidden_q_sb + row.to(tl.int64) * hidden_q_ss, mask=q_valid, other=1
+        )
         q_valid = q_valid & (hidden == 0)
     steps = in_tile
     if WIDE:

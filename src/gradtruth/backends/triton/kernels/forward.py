@@ -39,7 +39,9 @@ def _over_keys(
         offs_n = start_n + in_tile
         k_valid = offs_n < length_kv
         if HOLES >= 2:
-            k_valid = k_valid & (tl.load(hidden_k + offs_n * hidden_s, mask=k_valid, other=1) == 0)
+            k_valid = k_valid & (
+                tl.load(hidden_k + offs_n.to(tl.int64) * hidden_s, mask=k_valid, other=1) == 0
+            )
         place = start_n.to(tl.int64)
         k = load_rows(k_base + place * k_ss, steps, k_ss, offs_d, k_sd, k_valid, D, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -115,7 +117,9 @@ def forward(
     long_n = n.to(tl.int64)
     long_h = h.to(tl.int64)
     if HOLES % 2 == 1:
-        hidden = tl.load(HiddenQ + long_n * hidden_q_sb + row * hidden_q_ss, mask=q_valid, other=1)
+        hidden = tl.load(
+            HiddenQ + long_n * hidden_q_sb + row.to(tl.int64) * hidden_q_ss, mask=q_valid, other=1
+        )
         q_valid = q_valid & (hidden == 0)
     steps = in_tile
     if WIDE:
