@@ -20,15 +20,19 @@ from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 __all__ = ["Triton", "create"]
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_HEAD_DIM = 256
+_NARROW, _WIDEST = (
+    256,
+    576,
+)  # head dims: in every dtype, and in 16 bits where the shared memory is large
+_WIDE_SHARED = 131_072  # bytes that a tile of head dims over 256 takes
 _CAPABILITY = (8, 0)
 
 
 class Triton:
     """Fused forward and backward in O(S) memory, deterministic, without atomics and without a host sync.
 
-    Cannot: fp64, head dims over 256, GPUs older than sm_80. On the CPU it runs only in Triton's interpreter,
-    which is for tests and has no bf16.
+    Cannot: fp64, head dims over 576 (256 in fp32 and where a block has less than 128 KB of shared memory), GPUs
+    older than sm_80. On the CPU it runs only in Triton's interpreter, which is for tests and has no bf16.
 
     Numerics: scores, softmax, dP, delta and sums in fp32; P and dS are rounded to the input dtype as operands of
         products; products of fp32 inputs are three passes of TF32, or one where the Spec allows TF32.
@@ -42,16 +46,22 @@ class Triton:
         if problem.dtype not in _DTYPES:
             text = f"dtype is {problem.dtype}, expected one of {', '.join(_DTYPES)}"
             reasons.append(Reason(ReasonCode.DTYPE, text))
+        limit, why = _head_dim_limit(problem, device)
         for name in ("head_dim_qk", "head_dim_v"):
             value = getattr(problem, name)
-            if value > _HEAD_DIM:
-                text = f"{name} is {value}, at most {_HEAD_DIM} fits the shared memory"
-                reasons.append(Reason(ReasonCode.HEAD_DIM, text))
+            if value > limit:
+                reasons.append(
+                    Reason(ReasonCode.HEAD_DIM, f"{name} is {value}, at most {limit} {why}")
+                )
         return Support(tuple(reasons))
 
     def claims(self, problem: Problem, device: torch.device) -> Claims:
-        """All: tiles are counted from the start of a sequence, and no schedule looks at the batch."""
-        return replace(DEFAULT_CLAIMS, batch_invariant=True)
+        """The default set, and batch invariance where it is asked for.
+
+        Tiles are counted from the start of a sequence and no tile size depends on the batch, but whether the work
+        of a small grid is shared out does, unless ``spec.batch_invariant`` forbids it.
+        """
+        return replace(DEFAULT_CLAIMS, batch_invariant=problem.spec.batch_invariant)
 
     def forward(self, problem: Problem, inputs: Inputs) -> Forward:
         """See ``launch.attend``."""
@@ -91,6 +101,21 @@ def _device_reasons(problem: Problem, device: torch.device) -> list[Reason]:
     if problem.dtype == "bfloat16":
         return [Reason(ReasonCode.DTYPE, "bf16 products are wrong in Triton's interpreter")]
     return []
+
+
+def _head_dim_limit(problem: Problem, device: torch.device) -> tuple[int, str]:
+    """The largest head dim, and what limits it."""
+    if problem.dtype == "float32":
+        return _NARROW, "fits the shared memory in fp32"
+    shared = _shared_memory(device) if device.type == "cuda" else _WIDE_SHARED
+    if shared < _WIDE_SHARED:
+        return _NARROW, f"fits the {shared} bytes of shared memory (more takes {_WIDE_SHARED})"
+    return _WIDEST, "fits the shared memory"
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @cache

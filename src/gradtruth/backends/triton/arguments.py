@@ -26,14 +26,14 @@ from gradtruth.core.recent import Recent
 from gradtruth.core.spec import Layout
 from gradtruth.core.tensors import Inputs
 
-__all__ = ["ALONE", "FORWARD", "KEYS", "QUERIES", "Call", "lse_strides", "strides_of"]
+__all__ = ["ALONE", "FORWARD", "KEYS", "QUERIES", "WIDEST", "Call", "lse_strides", "strides_of"]
 
 FORWARD, QUERIES, KEYS, ALONE = range(4)  # indices into Schedule.blocks
 
 _LOG2E = 1.4426950408889634
 _UNLIMITED = 2**30
 _INT32 = 2**31
-_WIDEST = 256  # rows of a tile, and head dims, at most
+WIDEST = 1024  # rows of a tile, and padded head dims, at most
 _BIAS = {"none": 0, "pre_scale": 1, "post_scale": 2}
 _CACHE_SIZE = 1024
 _RANKED = 1024  # sequences that are put in order of length; more of them fill a GPU in any order
@@ -174,7 +174,7 @@ class Call:
         self.qkv_strides = (
             *strides_of(q, layout), *strides_of(inputs.k, layout), *strides_of(inputs.v, layout),
         )  # fmt: skip
-        self.wide = _WIDEST * max(self.qkv_strides) >= _INT32
+        self.wide = WIDEST * max(self.qkv_strides) >= _INT32
         self.where = self._located() if problem.spec.ragged else q
         sink, seed = inputs.softmax_offset, inputs.dropout_seed
         self.sink = q if sink is None else sink

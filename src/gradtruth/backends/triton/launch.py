@@ -12,6 +12,7 @@ from gradtruth.backends.triton.arguments import (
     FORWARD,
     KEYS,
     QUERIES,
+    WIDEST,
     Call,
     lse_strides,
     strides_of,
@@ -143,7 +144,7 @@ class Backward(Call):
         layout, out, lse = problem.spec.layout, forward.out, forward.lse
         more = lse if dlse is None else dlse
         dout_strides = strides_of(dout, layout)
-        self.wide = self.wide or 256 * max(dout_strides) >= 2**31
+        self.wide = self.wide or WIDEST * max(dout_strides) >= 2**31
         stored = 1 if layout == "thd" else problem.batch
         shape = (2, stored, problem.num_heads, problem.seqlen_q)
         level, delta = torch.empty(shape, dtype=torch.float32, device=self.device).unbind(0)

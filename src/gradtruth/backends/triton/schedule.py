@@ -119,7 +119,7 @@ _SINGLE_SMALL = {
 }
 # Head dims over 256 (MLA: 576 and 512): what fits the shared memory, with dk and dv apart.
 _WIDE = {
-    512: _of(Tile(64, 32, 8, 1), Tile(16, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    512: _of(Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     1024: _of(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 _INTERPRETED = _of(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
