@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs that are not here: shared memory that fits, no spill in a main schedule.
+"""The Triton kernels compiled for GPUs that are not here: shared memory that fits, no spill in a loop of a main schedule.
 
 A sample that takes under a minute; ``make compile`` does all schedules on all architectures.
 """
@@ -40,7 +40,7 @@ def compiled(*what: tuple[int, int]) -> list[dict]:
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_main_schedules_of_sm_90_do_not_spill(dim):
+def test_loops_of_main_schedules_do_not_spill_on_sm_90(dim):
     rows = compiled((dim, 90))
     assert {row["kernel"] for row in rows} == KERNELS
     assert not [row["fault"] for row in rows if row["fault"]]

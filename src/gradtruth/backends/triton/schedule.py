@@ -91,7 +91,7 @@ _PLAIN = {
     64: _of(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)),
     128: _of(Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)),
     256: _of(
-        Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(128, 32, 8, 2), keys_alone=Tile(64, 128, 8, 1)
+        Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(128, 32, 8, 2), keys_alone=Tile(32, 128, 8, 2)
     ),
 }
 # The same where scores are more than q . k and a band: more registers, and tiles of bias and masks.
@@ -188,7 +188,10 @@ def parts_of(
     chunk = -(-size // block) * block if chunks > 1 else -(-length // block) * block
     chunks = -(-length // chunk)
     rows = problem.batch if spec.layout != "thd" else 1
-    results = rows * max(problem.seqlen_q, problem.seqlen_kv) * problem.num_heads
+    places, heads = problem.seqlen_q, problem.num_heads
+    if by_heads:
+        places, heads = problem.seqlen_kv, problem.num_gqa_groups
+    results = rows * places * heads
     widest = problem.head_dim_qk + problem.head_dim_v
     if 4 * shares * chunks * results * widest > _PARTS_SCRATCH:
         return Parts()
