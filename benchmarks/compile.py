@@ -193,11 +193,13 @@ def _hot(nvdisasm: Path, cubin: str) -> int:
     return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for a, b in inner for line in lines[a:b])
 
 
-def report(selection, architectures) -> Iterator[dict[str, object]]:
-    """One row per kernel, problem and architecture."""
+def report(selection, architectures, kernels=None) -> Iterator[dict[str, object]]:
+    """One row per kernel (all, or those named), problem and architecture."""
     for arch in architectures:
         for name, dim, dtype, given in selection:
             for launch in launches(dim, dtype, Spec(**given), arch):
+                if kernels is not None and launch.function.__name__ not in kernels:
+                    continue
                 found = compiled(launch, arch)
                 constants = launch.constants
                 tile = "x".join(str(constants.get(f"BLOCK_{x}", "")) for x in "MN")

@@ -101,7 +101,7 @@ def pack(folder: Path) -> None:
     """Write the weights of the packaged model in 4 bits, and token ids of Python's own documentation."""
     import pydoc_data.topics
 
-    from examples.smollm2 import load_model
+    from smollm2 import load_model
 
     model, tokenizer = load_model()
     folder.mkdir(parents=True, exist_ok=True)

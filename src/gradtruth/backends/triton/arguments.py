@@ -221,7 +221,7 @@ class Call:
             }
         _sequences(
             1,
-            (*cu, *offsets, where),
+            (*cu, *offsets, where),  # type: ignore[arg-type]
             tuple(x.stride(0) for x in (*cu, *offsets)),
             (problem.batch, problem.seqlen_q, problem.seqlen_kv, *plan.lengths[:2], *blocks),
             known,

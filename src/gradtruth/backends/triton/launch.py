@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ _rows = Kernel(rows)
 _keys = Kernel(backward_keys)
 _queries = Kernel(backward_queries)
 _bias = Kernel(backward_bias)
-_rows_constants: dict[tuple[int, bool], dict[str, object]] = {}
+_rows_constants: dict[tuple[int, bool], dict[str, Any]] = {}
 
 
 def attend(problem: Problem, inputs: Inputs) -> Forward:
