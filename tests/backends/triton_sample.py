@@ -15,6 +15,7 @@ from functools import cache
 from unittest.mock import patch
 
 from gradtruth.core.problem import Problem
+from gradtruth.core.spec import Spec
 from gradtruth.verify.suite.conformance import Truth
 from gradtruth.verify.suite.inputs import Sample
 from gradtruth.verify.suite.recipe import Recipe
@@ -105,13 +106,58 @@ def _pairs(recipe: Recipe) -> set[tuple]:
     return set(itertools.combinations(features(recipe).items(), 2))
 
 
+def _own(
+    dtype: str, layout: str, b: int, s: int, t: int, d: int, h: int = 2, g: int = 1, **more
+) -> Recipe:
+    """A recipe whose scores are q . k alone: the kernels' shortest path, with loops that need no mask."""
+    given = {name: more.pop(name) for name in ("holes", "family", "poison") if name in more}
+    problem = Problem(
+        spec=Spec(layout=layout, **more), batch=b, seqlen_q=s, seqlen_kv=t, num_heads=h,
+        num_gqa_groups=g, head_dim_qk=d, head_dim_v=d, dtype=dtype,
+    )  # fmt: skip
+    return Recipe(problem=problem, **{"poison": "nan", **given})
+
+
+_CU, _PADDED = {"lengths": "cu_seqlens"}, {"lengths": "padding_mask"}
+
+
+def always() -> tuple[Recipe, ...]:
+    """What pairs alone leave out, because a recipe with more features has more pairs."""
+    return (
+        _own("float16", "bshd", 1, 70, 75, 16, poison="none"),
+        _own("bfloat16", "thd", 2, 140, 140, 24, right=0, **_CU),
+        _own("float32", "bshd", 2, 66, 66, 16, 4, 2, right=0, alignment="bottom_right", **_CU),
+        _own(
+            "float16", "sbhd", 1, 90, 90, 16, left=40, right=0, poison="none", softmax="off-by-one"
+        ),
+        _own("bfloat16", "bshd", 1, 40, 90, 16, softmax="learnable", max_logit=True, poison="none"),
+        _own("float16", "bshd", 2, 50, 45, 16, holes=True, **_PADDED),
+        _own("bfloat16", "sbhd", 2, 40, 70, 16, holes=True, right=0, family="outlier", **_PADDED),
+        _own(
+            "float16",
+            "thd",
+            3,
+            120,
+            150,
+            16,
+            2,
+            2,
+            family="peaked",
+            right=0,
+            alignment="bottom_right",
+            **_CU,
+        ),
+    )
+
+
 @cache
 def selection(budget: float, seed: int = 0) -> tuple[Recipe, ...]:
     """Recipes that the interpreter can do within a budget of cost, each adding most new pairs for its cost."""
     order = [r for r in suite().recipes if fits(r.problem) and cost(r) < COST]
     random.Random(seed).shuffle(order)
     pairs = {id(r): _pairs(r) for r in order}
-    chosen, covered, left = [], set(), budget
+    chosen, left = list(always()), budget
+    covered = set().union(*map(_pairs, chosen))
     while order:
         best = max(order, key=lambda r: len(pairs[id(r)] - covered) / (cost(r) + 5.0))
         gain = len(pairs[id(best)] - covered)
