@@ -85,3 +85,8 @@ class DoutAsContiguous(Wrapped):
             flat = torch.as_strided(dout, (room,), (1,), dout.storage_offset()).nan_to_num(3.0)
             dout = flat.repeat(dout.numel() // room + 1)[: dout.numel()].view(dout.shape)
         return get("reference").backward(problem, inputs, forward, dout, dlse, wanted)
+
+
+DELTA = DeltaOfTheFirstItem()
+WORKSPACE = KeptWorkspace()
+DOUT = DoutAsContiguous()

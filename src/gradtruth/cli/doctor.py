@@ -108,9 +108,10 @@ def doctor(
     run = Run(rows=tuple(rows), facts=facts, cases={item.name: {"why": item.why} for item in items})
     found = matrix(run.rows)
     if save is not None:
-        for name in sorted({case for finding in found.findings for case in finding.cases}):
-            item = next(item for item in items if item.name == name)
-            case_of(item.recipe, where).save(save / f"{name}.safetensors")
+        wanted = {case for finding in found.findings for case in finding.cases}
+        for item in items:
+            if item.name in wanted:
+                case_of(item.recipe, where).save(save / f"{item.name}.safetensors")
     print_matrix(found, run, sys.stdout, saved=save)
     write_reports(run, json_file, report_file, found)
     raise typer.Exit(exit_code(rows, named=False))

@@ -27,8 +27,9 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
     """A dO with other strides than O gave wrong gradients; slices of a packed projection were read as contiguous.
 
     Dao-AILab/flash-attention#355, NVIDIA/TransformerEngine#1195. Each of q, k, v and dout alone as the transposed view
-    of the other layout and as the middle of longer rows; all as every second row; q, k and v as slices of one projection;
-    k and v, and dout, with one head expanded to all; dout as one element expanded to all, the gradient of a sum.
+    of the other layout and as the middle of longer rows; all as every second row; q, k and v as slices of one
+    projection; k and v, and dout, with one head expanded to all; dout as one element expanded to all, the gradient of
+    a sum.
     """
     case = subject.case
     dense = variant(case, {name: _tensor(case, name).contiguous() for name in _NAMES})

@@ -67,30 +67,35 @@ def _examined(name: str, target: Path, how: Apart) -> list[Row]:
         ended = "" if done.returncode == 0 else _last_words(done.returncode, done.stderr)
     except subprocess.TimeoutExpired:
         ended = f"it was not done after {how.patience:g} s"
-    rows = _rows(target)
-    if ended:
-        at = rows[-1] if rows else None
-        where = f" after {at.case} {at.check}" if at else ""
-        rows.append(
-            Row(
-                case=at.case if at else "programme",
-                case_id=at.case_id if at else "",
-                problem=at.problem if at else "",
-                backend=name,
-                check=PROCESS,
-                verdict=Verdict.ERROR,
-                kind=Kind.RAISED,
-                detail=(f"its process ended{where}: {ended}",),
-            )
-        )
-    return rows
+    rows, step = _written(target)
+    return [*rows, _end(name, rows, step, ended)] if ended else rows
 
 
-def _rows(target: Path) -> list[Row]:
+def _end(name: str, rows: list[Row], step: str, ended: str) -> Row:
+    """The row of a process that did not end well, under the case that it was at."""
+    case = step.partition(":")[0] or "programme"
+    same = next((row for row in rows if row.case == case), None)
+    return Row(
+        case=case,
+        case_id=same.case_id if same else "",
+        problem=same.problem if same else "",
+        backend=next((row.backend for row in rows if row.backend != "oracle"), name),
+        check=PROCESS,
+        verdict=Verdict.ERROR,
+        kind=Kind.RAISED,
+        detail=(f"its process ended{f' in {step}' if step else ''}: {ended}",),
+    )
+
+
+def _written(target: Path) -> tuple[list[Row], str]:
+    """The rows, and the last step that began."""
     if not target.exists():
-        return []
+        return [], ""
     lines = target.read_text(encoding="utf-8").split("\n")[:-1]  # a line that was cut has no end
-    return [row_of_json(json.loads(line)) for line in lines]
+    found = [json.loads(line) for line in lines]
+    steps = [entry for entry in found if isinstance(entry, str)]
+    rows = [row_of_json(entry) for entry in found if not isinstance(entry, str)]
+    return rows, steps[-1] if steps else ""
 
 
 def _last_words(code: int, text: str) -> str:

@@ -1,4 +1,4 @@
-"""A worker: one backend's examination in a process of its own, every row written as soon as it is known.
+"""A worker: one backend's examination in a process of its own, every step and row written as soon as it is known.
 
 ``python -m gradtruth.verify.doctor.worker FILE DEVICE BACKEND CASES CHECKS``; cases and checks separated by commas.
 """
@@ -20,16 +20,16 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> None:
-    """Examine one backend and write its rows as JSON lines."""
+    """Examine one backend and write JSON lines: a text where a step begins, an object for a row."""
     target, device, backend, cases, checks = arguments
     items = [item for item in PROGRAMME if item.name in cases.split(",")]
     with open(target, "w", encoding="utf-8") as lines:
         for event in examine(
             items, [get(backend)], named(tuple(checks.split(","))), torch.device(device)
         ):
-            if isinstance(event, Row):
-                lines.write(json.dumps(event.to_json(), allow_nan=False) + "\n")
-                lines.flush()
+            found = event.to_json() if isinstance(event, Row) else event
+            lines.write(json.dumps(found, allow_nan=False) + "\n")
+            lines.flush()
 
 
 if __name__ == "__main__":

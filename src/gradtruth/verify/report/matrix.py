@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TextIO
 
+from gradtruth.verify.doctor.apart import PROCESS
 from gradtruth.verify.doctor.matrix import Finding, Matrix
-from gradtruth.verify.findings import Run
+from gradtruth.verify.findings import SUPPORT, Run
 from gradtruth.verify.report.cells import conclusion, one_line
 from gradtruth.verify.report.console import print_table
 
@@ -27,7 +28,8 @@ def print_matrix(found: Matrix, run: Run, stream: TextIO, *, saved: Path | None 
     stream.write(f"\n{len(found.findings)} findings\n")
     if found.findings:
         print_table(NAMES, [finding_line(finding) for finding in found.findings], stream)
-        first = found.findings[0]
+    first = next((f for f in found.findings if f.check not in (PROCESS, SUPPORT)), None)
+    if first is not None:
         folder = saved or "FOLDER"
         hint = "" if saved else "add --save FOLDER, then: "
         stream.write(

@@ -1,0 +1,42 @@
+"""A finding of the check call_order as calls that are written out, so that they can be reduced and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradtruth.backends import Backend
+from gradtruth.errors import InvalidProblem
+from gradtruth.verify.cases.case import Case
+from gradtruth.verify.checks import VALUES
+from gradtruth.verify.checks.call_order import related
+from gradtruth.verify.minimise.finding import Calls, Finding, finder
+
+__all__ = ["explicit"]
+
+
+def explicit(
+    case: Case, make: Callable[[], Backend], tensor: str | None
+) -> tuple[Calls, Finding] | None:
+    """Calls of which the last one is wrong against the oracle, and is right when it is made alone.
+
+    Args:
+        case: that call_order finds something about.
+        make: the backend; see ``finder``.
+        tensor: where it finds something.
+
+    Returns:
+        The calls and what a check of values finds; None where no related call before the case brings it about, or
+        where the case is wrong by itself by now.
+    """
+    shows = finder(make, VALUES[:2], tensor=tensor)
+    if shows((case,)) is not None:
+        return None
+    try:
+        others = related(case).values()
+    except InvalidProblem:
+        return None
+    for other in others:
+        found = shows((other, case))
+        if found is not None:
+            return (other, case), found
+    return None
