@@ -1,7 +1,5 @@
 """``gradtruth minimise``: what it prints and writes, exit codes, and errors of the user."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,46 +23,6 @@ def batch_file(tmp_path):
     path = tmp_path / "step7.safetensors"
     Case.of(Spec(right=0), Inputs(q=q, k=k, v=v), dout, provenance={"layer": 3}).save(path)
     return path
-
-
-def test_minimised_with_a_script_that_shows_it(batch_file, tmp_path, capsys):
-    out, reproduce = tmp_path / "small.safetensors", tmp_path / "reproduce.py"
-    arguments = ["minimise", str(batch_file), "--backend", f"{FAULTS}:DELTA", "--out", str(out)]
-    assert main([*arguments, "--script", str(reproduce), "--check", "backward"]) == 1
-    said = capsys.readouterr().out
-    assert said.startswith("finding  backward: dq: value: ")
-    assert "from     b3 s12 h4/2 d8 fp32 bshd causal\n" in said
-    assert "to       b2 s1 h1/1 d1 fp32 bshd full\n" in said
-    assert f"wrote {reproduce}; it shows the finding" in said
-    small, origin = Case.load(out), Case.load(batch_file)
-    assert small.problem.batch == 2
-    assert small.provenance["minimised_from"] == origin.id
-    assert small.provenance["layer"] == 3
-    assert str(small.provenance["finding"]).startswith("backward: dq")
-    done = subprocess.run(
-        [sys.executable, str(reproduce)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "dq found" in done.stdout
-    assert done.stderr == ""
-
-
-def test_calls_before_it_are_given_and_written(tmp_path, capsys):
-    """The workspace fault: the example is right alone, and wrong after a call that has queries everywhere."""
-    case = Case.load(QUERYLESS)
-    full = case.inputs.cu_seqlens_q_padded
-    filled = replace(case.inputs, cu_seqlens_q=full.clone(), cu_seqlens_kv=full.clone())
-    before = tmp_path / "before.safetensors"
-    Case.of(case.problem.spec, filled, case.dout).save(before)
-    backend, out = f"{FAULTS}:WORKSPACE", tmp_path / "small.safetensors"
-    get(backend).workspace.clear()
-    arguments = ["minimise", str(before), str(QUERYLESS), "--backend", backend]
-    code = main([*arguments, "--check", "backward", "--tensor", "dv", "--out", str(out)])
-    said = capsys.readouterr().out
-    assert code == 1, said
-    assert said.count("wrote ") == 2
-    assert Case.load(tmp_path / "small.before-1.safetensors").problem.batch <= 2
-    assert Case.load(out).problem.seqlen_q <= 2
 
 
 def test_a_finding_of_call_order_becomes_calls(capsys):
