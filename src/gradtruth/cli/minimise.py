@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +18,9 @@ from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import CHECKS, Check, named
 from gradtruth.verify.findings import ExitCode, Kind
+from gradtruth.verify.minimise.apart import PROCESS, finder_apart
 from gradtruth.verify.minimise.explicit import explicit
-from gradtruth.verify.minimise.finding import Calls, Finding, finder
+from gradtruth.verify.minimise.finding import Calls, Finding, Shows, finder
 from gradtruth.verify.minimise.minimiser import Minimised
 from gradtruth.verify.minimise.minimiser import minimise as search
 from gradtruth.verify.minimise.script import FORMS, script
@@ -64,6 +65,13 @@ def minimise(
     budget: Annotated[
         float, typer.Option(metavar="SECONDS", help="No candidate is looked at after so long.")
     ] = 300.0,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared",
+            help="Look at all candidates in this process: faster; what one leaves behind, others see.",
+        ),
+    ] = False,
     confirm: Annotated[
         str, typer.Option(metavar="K/N", help="A candidate shows it where it does in K of N runs.")
     ] = "1/1",
@@ -81,22 +89,19 @@ def minimise(
     if refusal is not None:
         print(f"{backend} refuses: {refusal}")
         raise typer.Exit(ExitCode.UNSUPPORTED)
-    looked = _first(calls, backend, checks, (tensor, kind), wanted[1])
+    looker = _Looker(backend, shared)
+    looked = _first(calls, looker, checks, (tensor, kind), wanted[1])
     if looked is None:
         print(f"no finding: {files[-1].name} shows none with {backend}")
         raise typer.Exit(ExitCode.VERIFIED)
     calls, finding = looked
     print(f"finding  {finding}")
     print(f"from     {_sizes(calls)}")
+    again = checks if finding.check == PROCESS else named((finding.check,))
     with progress(None) as advance:
         found = search(
             calls[-1],
-            finder(
-                lambda: get(backend),
-                named((finding.check,)),
-                tensor=finding.tensor,
-                kind=finding.kind,
-            ),
+            looker(again, finding.tensor, finding.kind),
             preceding=calls[:-1],
             confirm=wanted,
             budget=Budget(evaluations=sys.maxsize, seconds=budget),
@@ -110,23 +115,35 @@ def minimise(
     raise typer.Exit(ExitCode.FINDINGS)
 
 
+@dataclass(frozen=True, slots=True)
+class _Looker:
+    """How calls are looked at."""
+
+    backend: str
+    shared: bool
+
+    def __call__(self, checks: tuple[Check, ...], tensor: str | None, kind: Kind | None) -> Shows:
+        if self.shared:
+            return finder(lambda: get(self.backend), checks, tensor=tensor, kind=kind)
+        return finder_apart(self.backend, checks, tensor=tensor, kind=kind)
+
+
 def _first(
     calls: Calls,
-    backend: str,
+    looker: _Looker,
     checks: tuple[Check, ...],
     about: tuple[str | None, Kind | None],
     looks: int,
 ) -> tuple[Calls, Finding] | None:
     """The finding to keep and the calls that show it."""
-    tensor, kind = about
     for check in checks:
-        shows = finder(lambda: get(backend), (check,), tensor=tensor, kind=kind)
+        shows = looker((check,), *about)
         for _ in range(looks):
             found = shows(calls)
             if found is None:
                 continue
             if check.name == "call_order" and len(calls) == 1:
-                written = explicit(calls[0], lambda: get(backend), found.tensor)
+                written = explicit(calls[0], lambda values: looker(values, found.tensor, None))  # noqa: B023
                 return (calls, found) if written is None else written
             return calls, found
     return None
