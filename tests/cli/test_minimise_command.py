@@ -122,4 +122,4 @@ def test_errors_of_the_user(batch_file, capsys, more, text):
 def test_a_case_is_not_written_over(batch_file, capsys):
     arguments = ["minimise", str(batch_file), "--backend", "reference", "--out", str(batch_file)]
     assert main(arguments) == 2
-    assert "expected another file" in capsys.readouterr().err
+    assert "expected a file that is neither a case" in capsys.readouterr().err

@@ -19,8 +19,8 @@ from gradtruth.verify.checks import named
 from gradtruth.verify.doctor.programme import PROGRAMME, case_of
 from gradtruth.verify.edits.arrangement import strided
 from gradtruth.verify.edits.crop import lengths_of
-from gradtruth.verify.findings import Kind
-from gradtruth.verify.minimise.apart import PROCESS, finder_apart
+from gradtruth.verify.findings import PROCESS, Kind
+from gradtruth.verify.minimise.apart import finder_apart
 from gradtruth.verify.minimise.finding import Finding, finder
 from gradtruth.verify.minimise.literal import expression, helpers_of
 from gradtruth.verify.minimise.minimiser import minimise

@@ -13,7 +13,14 @@ import typer
 from gradtruth.backends import ORDER, Backend, get
 from gradtruth.cli.device import device_of
 from gradtruth.cli.progress import progress
-from gradtruth.cli.targets import check_targets, write_reports
+from gradtruth.cli.targets import (
+    JSON,
+    REPORT,
+    JsonFile,
+    ReportFile,
+    check_targets,
+    write_reports,
+)
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.provenance import machine_facts
 from gradtruth.verify.checks import CHECKS, Check, named
@@ -62,16 +69,8 @@ def doctor(
         Path | None,
         typer.Option(metavar="FOLDER", help="Write a case file for every problem with a finding."),
     ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write all rows; .jsonl gives JSON lines."),
-    ] = None,
-    report_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--report", metavar="FILE", help="Write a report: .html, .md, or .xml for JUnit."
-        ),
-    ] = None,
+    json_file: JsonFile = None,
+    report_file: ReportFile = None,
 ) -> None:
     """Examine every attention backend of this machine, forward and backward, and say what is wrong with which.
 
@@ -90,7 +89,7 @@ def doctor(
     )
     names = list(ORDER) if backend == "all" else backend.split(",")
     backends = [get(name) for name in names]
-    check_targets(json_file, report_file, [])
+    check_targets({JSON: json_file, REPORT: report_file}, [])
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()

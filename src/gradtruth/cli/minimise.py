@@ -11,20 +11,21 @@ from typing import Annotated
 import typer
 
 from gradtruth.backends import Backend, get
-from gradtruth.backends.protocol import ReadsContent
 from gradtruth.cli.device import device_of
 from gradtruth.cli.progress import progress
+from gradtruth.cli.targets import check_targets
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import CHECKS, Check, named
-from gradtruth.verify.findings import ExitCode, Kind
-from gradtruth.verify.minimise.apart import PROCESS, finder_apart
+from gradtruth.verify.findings import PROCESS, ExitCode, Kind
+from gradtruth.verify.minimise.apart import finder_apart
 from gradtruth.verify.minimise.explicit import explicit
 from gradtruth.verify.minimise.finding import Calls, Finding, Shows, finder
 from gradtruth.verify.minimise.minimiser import Minimised
 from gradtruth.verify.minimise.minimiser import minimise as search
 from gradtruth.verify.minimise.script import FORMS, script
 from gradtruth.verify.minimise.search import Budget
+from gradtruth.verify.trial import support_of
 
 __all__ = ["minimise"]
 
@@ -82,7 +83,7 @@ def minimise(
     """
     where = device_of(device)
     wanted = _confirm(confirm)
-    _check_targets(out, script_file, files)
+    check_targets({"--out": out, "--script": script_file}, files)
     checks = CHECKS if check is None else named((check,))
     calls = tuple(Case.load(path).to(where) for path in files)
     refusal = _refusal(calls, get(backend))
@@ -151,9 +152,7 @@ def _first(
 
 def _refusal(calls: Calls, backend: Backend) -> str | None:
     for case in calls:
-        support = backend.supports(case.problem, case.device)
-        if support.ok and isinstance(backend, ReadsContent):
-            support = backend.supports_content(case.problem, case.inputs)
+        support = support_of(case, backend)
         if not support.ok:
             return "; ".join(map(str, support.reasons))
     return None
@@ -164,21 +163,6 @@ def _confirm(text: str) -> tuple[int, int]:
     if not (slash and first.isdigit() and second.isdigit() and 1 <= int(first) <= int(second)):
         raise InvalidProblem(f"--confirm is {text!r}, expected K/N with 1 <= K <= N")
     return int(first), int(second)
-
-
-def _check_targets(out: Path | None, script_file: Path | None, files: list[Path]) -> None:
-    """What would fail after the work, or write over a case, fails before it."""
-    taken = {path.resolve() for path in files}
-    for option, path in (("--out", out), ("--script", script_file)):
-        if path is None:
-            continue
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise InvalidProblem(
-                f"{option} is {str(path)!r}, expected a file in a folder that exists"
-            )
-        if path.resolve() in taken:
-            raise InvalidProblem(f"{option} is {str(path)!r}, expected another file")
-        taken.add(path.resolve())
 
 
 def _sizes(calls: Calls) -> str:

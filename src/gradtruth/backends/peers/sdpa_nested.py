@@ -31,7 +31,7 @@ class SdpaNested(Varlen):
     returned: the one reported is computed from the scores again.
     """
 
-    native = None  # type: ignore[assignment]
+    native = None
 
     def reasons(self, problem: Problem, device: torch.device) -> list[Reason]:
         """Against GQA, windows and, on the CPU, causal."""

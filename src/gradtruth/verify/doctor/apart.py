@@ -11,12 +11,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradtruth.verify.findings import Kind, Row, Verdict, row_of_json
+from gradtruth.verify.findings import PROCESS, Kind, Row, Verdict, row_of_json
 
-__all__ = ["PROCESS", "Apart", "examine_apart"]
-
-PROCESS = "process"
-"""In place of the name of a check, where a backend's process did not end well."""
+__all__ = ["Apart", "examine_apart"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,25 +61,29 @@ def _examined(name: str, target: Path, how: Apart) -> list[Row]:
             timeout=how.patience,
             check=False,
         )
-        ended = "" if done.returncode == 0 else _last_words(done.returncode, done.stderr)
     except subprocess.TimeoutExpired:
-        ended = f"it was not done after {how.patience:g} s"
+        # Slow is not wrong: what it was not asked is not reached.
+        ended, verdict = f"it was not done after {how.patience:g} s", Verdict.NOT_REACHED
+    else:
+        ended = "" if done.returncode == 0 else _last_words(done.returncode, done.stderr)
+        verdict = Verdict.ERROR
     rows, step = _written(target)
-    return [*rows, _end(name, rows, step, ended)] if ended else rows
+    return [*rows, _end(name, rows, step, (ended, verdict))] if ended else rows
 
 
-def _end(name: str, rows: list[Row], step: str, ended: str) -> Row:
+def _end(name: str, rows: list[Row], step: str, end: tuple[str, Verdict]) -> Row:
     """The row of a process that did not end well, under the case that it was at."""
     case = step.partition(":")[0] or "programme"
     same = next((row for row in rows if row.case == case), None)
+    ended, verdict = end
     return Row(
         case=case,
         case_id=same.case_id if same else "",
         problem=same.problem if same else "",
         backend=next((row.backend for row in rows if row.backend != "oracle"), name),
         check=PROCESS,
-        verdict=Verdict.ERROR,
-        kind=Kind.RAISED,
+        verdict=verdict,
+        kind=Kind.RAISED if verdict is Verdict.ERROR else None,
         detail=(f"its process ended{f' in {step}' if step else ''}: {ended}",),
     )
 

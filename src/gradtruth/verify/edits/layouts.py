@@ -128,19 +128,7 @@ def without_gaps(case: Case) -> Case:
     Raises:
         InvalidProblem: there are none, or it is not thd.
     """
-    found = _slots(case, "gaps")
-    sides = {
-        name: thd_side(
-            case.device,
-            [replace(span, gap=0) for span in chosen],
-            name,
-            tail=around(case, name).get("tail", range(0)),
-            longest=bias_rows(case, name),
-            bound=_bound(case, name),
-        )
-        for name, chosen in found.items()
-    }
-    return _smaller(case, moved(case, sides, "without gaps"), "gaps")
+    return _repacked(case, "gaps", keep_gaps=False)
 
 
 def without_tail(case: Case) -> Case:
@@ -149,19 +137,24 @@ def without_tail(case: Case) -> Case:
     Raises:
         InvalidProblem: there are none, or it is not thd.
     """
-    found = _slots(case, "a tail")
+    return _repacked(case, "a tail", keep_gaps=True)
+
+
+def _repacked(case: Case, what: str, *, keep_gaps: bool) -> Case:
+    """thd slots packed anew: with the gaps and what lies before them, or with the tail."""
+    kept = "lead" if keep_gaps else "tail"
     sides = {
         name: thd_side(
             case.device,
-            chosen,
+            chosen if keep_gaps else [replace(span, gap=0) for span in chosen],
             name,
-            lead=around(case, name).get("lead", range(0)),
+            **{kept: around(case, name).get(kept, range(0))},
             longest=bias_rows(case, name),
             bound=_bound(case, name),
         )
-        for name, chosen in found.items()
+        for name, chosen in _slots(case, what).items()
     }
-    return _smaller(case, moved(case, sides, "without a tail"), "a tail")
+    return _smaller(case, moved(case, sides, f"without {what}"), what)
 
 
 def less_outside(case: Case, most: int) -> Case:

@@ -10,13 +10,10 @@ from multiprocessing.connection import Connection
 from gradtruth.backends import get
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import Check, named
-from gradtruth.verify.findings import Kind
+from gradtruth.verify.findings import PROCESS, Kind
 from gradtruth.verify.minimise.finding import Calls, Finding, Shows, finder
 
-__all__ = ["PROCESS", "finder_apart"]
-
-PROCESS = "process"
-"""In place of the name of a check, where a look's process did not end well."""
+__all__ = ["finder_apart"]
 
 _PATIENCE = 120.0  # seconds for one look
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gradtruth.errors import InvalidProblem
@@ -89,13 +90,11 @@ def minimise(
         began=began,
     )
     complete = False
-    try:
+    with suppress(Exhausted):
         while not complete:
             before = size(search.calls)
             reduce_once(search)
             complete = size(search.calls) == before
-    except Exhausted:
-        pass
     return Minimised(
         case=search.calls[-1],
         preceding=search.calls[:-1],
