@@ -24,6 +24,7 @@ class Apart:
         device: "cuda", "cuda:1", "cpu".
         cases, checks: names.
         jobs: how many processes at once.
+        threads: of a process on the CPU; 0 is as many as torch takes.
         patience: seconds for one backend.
     """
 
@@ -31,6 +32,7 @@ class Apart:
     cases: Sequence[str]
     checks: Sequence[str]
     jobs: int = 4
+    threads: int = 0
     patience: float = 600.0
 
 
@@ -40,7 +42,8 @@ def examine_apart(backends: Sequence[str], how: Apart) -> Iterator[str | list[Ro
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(how.jobs) as pool:
         futures = {
             pool.submit(_examined, name, Path(folder) / f"{at}.jsonl", how): name
-            for at, name in enumerate(backends)
+            # The last ones compile, so they begin first.
+            for at, name in reversed(list(enumerate(backends)))
         }
         for future in as_completed(futures):
             found[futures[future]] = future.result()
@@ -51,7 +54,7 @@ def examine_apart(backends: Sequence[str], how: Apart) -> Iterator[str | list[Ro
 def _examined(name: str, target: Path, how: Apart) -> list[Row]:
     """The rows of one backend, those before its process died included."""
     command = [sys.executable, "-W", "ignore", "-m", "gradtruth.verify.doctor.worker", str(target)]
-    command += [how.device, name, ",".join(how.cases), ",".join(how.checks)]
+    command += [how.device, str(how.threads), name, ",".join(how.cases), ",".join(how.checks)]
     try:
         done = subprocess.run(
             command,
