@@ -130,6 +130,7 @@ def test_junit_counts_and_escapes():
         _row(seconds=0.25),
         _wrong(detail=("a < b & \x1b[31mred",)),
         _row(verdict=Verdict.ERROR, kind=Kind.RAISED, detail=("boom",)),
+        _row(verdict=Verdict.ERROR, kind=Kind.RAISED, detail=("again",)),
         _row(verdict=Verdict.NOT_CLAIMED, detail=("foreign_lse",)),
         _row(verdict=Verdict.NOT_REACHED, detail=("one head",)),
         _row(backend="y", check=SUPPORT, verdict=Verdict.REFUSES, detail=("layout",)),
@@ -137,7 +138,7 @@ def test_junit_counts_and_escapes():
     root = ElementTree.fromstring(junit(Run(rows=rows, facts={"torch": "2", "gpu": "<none>"})))
     x, y = root
     counts = [x.get(name) for name in ("tests", "failures", "errors", "skipped")]
-    assert counts == ["5", "1", "1", "2"]
+    assert counts == ["6", "1", "2", "2"]
     assert y.find("testcase/skipped").get("message") == "refuses: layout"
     failure = x.find(".//failure")
     assert failure.get("type") == "value"

@@ -14,7 +14,7 @@ from gradtruth.core.tensors import Forward, Inputs
 from gradtruth.errors import UnsupportedProblem
 from gradtruth.verify import standard
 from gradtruth.verify.cases.case import Case
-from gradtruth.verify.checks import VALUES
+from gradtruth.verify.checks import VALUES, named
 from gradtruth.verify.engine import steps_of, verify_case
 from gradtruth.verify.findings import SUPPORT, ExitCode, Row, Verdict, exit_code, row_of_json
 
@@ -324,10 +324,16 @@ def test_every_tensor_of_the_contract():
 
 
 def test_places_outside_every_sequence_must_be_zero():
-    rows = _rows(_thd_with_everything(), Double(backward=_stray))
-    dq = next(row for row in rows if row.tensor == "dq")
-    assert dq.verdict is Verdict.WRONG
-    assert "outside every sequence" in dq.detail[0]
+    case = _thd_with_everything()
+    values = _rows(case, Double(backward=_stray))
+    assert {row.verdict for row in values} == {Verdict.RIGHT}, (
+        "the places have a check of their own"
+    )
+    backend = Double(backward=_stray)
+    events = verify_case(case, [backend], name="planted", checks=named(("exact_zeros",)))
+    (row,) = [event for event in events if isinstance(event, Row)]
+    assert (row.tensor, row.verdict) == ("dq", Verdict.WRONG)
+    assert "outside every sequence" in row.detail[0]
 
 
 def _stray(found, _):

@@ -12,6 +12,7 @@ import typer
 
 from gradtruth.cli.doctor import doctor
 from gradtruth.cli.explain import explain
+from gradtruth.cli.minimise import minimise
 from gradtruth.cli.verify import verify
 from gradtruth.errors import CaseFormatError, InvalidProblem, UnsupportedProblem
 from gradtruth.verify.cases.provenance import installed_version
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.command()(doctor)
 app.command()(verify)
+app.command()(minimise)
 app.command()(explain)
 
 

@@ -10,8 +10,8 @@ __all__ = ["progress"]
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Yields a function that advances the bar by one and says what begins."""
+def progress(total: int | None) -> Iterator[Callable[[str], None]]:
+    """Yields a function that advances the bar by one and says what begins; None where nobody knows how many."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

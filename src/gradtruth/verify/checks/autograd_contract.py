@@ -112,7 +112,8 @@ def _second_derivative(out: Tensor, tensors: dict[str, Tensor | None]) -> Iterat
     ones = torch.ones_like(out).requires_grad_()
     grads = torch.autograd.grad([out], leaves, [ones], create_graph=True)
     try:
-        torch.autograd.grad(sum(grad.float().square().sum() for grad in grads), leaves)
+        total = torch.stack([grad.float().square().sum() for grad in grads]).sum()
+        torch.autograd.grad([total], leaves)
     except (NotImplementedError, RuntimeError):
         return
     yield Judged(

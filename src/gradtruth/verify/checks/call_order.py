@@ -20,7 +20,7 @@ from gradtruth.verify.edits.sequences import sequences
 from gradtruth.verify.findings import Kind
 from gradtruth.verify.trial import Trial, run_backward, run_forward
 
-__all__ = ["CALL_ORDER"]
+__all__ = ["CALL_ORDER", "related"]
 
 _OTHER_DTYPE = {"bfloat16": torch.float16, "float16": torch.bfloat16, "float32": torch.float64}
 _REFILLED = "other values and lengths"
@@ -42,7 +42,7 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
         yield missing
         return
     yield from again(subject, subject.run(), "the first call, after two calls of its own")
-    for what, other in _others(subject.case).items():
+    for what, other in related(subject.case).items():
         if subject.supports(other) is not None:
             continue
         yield from _judged(subject, what, other, subject.run(other))
@@ -50,7 +50,7 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
     yield from _interleaved(subject)
 
 
-def _others(case: Case) -> dict[str, Case]:
+def related(case: Case) -> dict[str, Case]:
     """Related calls: what a cache that is keyed too loosely takes for the same."""
     problem = case.problem
     found = {

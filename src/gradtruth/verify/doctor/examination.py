@@ -34,14 +34,24 @@ def examine(
     Yields:
         A text when a step begins, a row when a verdict is known.
     """
-    seen: set[str] = set()
-
-    def wanted(backend: Backend) -> list[Check]:
-        return [check for check in checks if not (check.once and backend.name in seen)]
-
-    for item in items:
+    own = [check for check in checks if check.once]
+    others = [check for check in checks if not check.once]
+    examined: set[str] = set()
+    for item in items if others else ():
         case = case_of(item.recipe, device)
-        for event in verify_case(case, backends, name=item.name, checks=wanted):
+        for event in verify_case(case, backends, name=item.name, checks=others):
             yield event
             if isinstance(event, Row) and event.check != SUPPORT:
-                seen.add(event.backend)
+                examined.add(event.backend)
+    # Last, for they are dear, and one that breaks the device hides nothing behind it.
+    waiting = [backend for backend in backends if backend.name in examined or not others]
+    for item in items if own else ():
+        if not waiting:
+            return
+        case = case_of(item.recipe, device)
+        for event in verify_case(case, waiting, name=item.name, checks=own):
+            refusal = isinstance(event, Row) and event.check == SUPPORT
+            if not (refusal and others):  # told above
+                yield event
+            if isinstance(event, Row) and not refusal:
+                waiting = [backend for backend in waiting if backend.name != event.backend]

@@ -1,6 +1,7 @@
-"""A worker: one backend's examination in a process of its own, every row written as soon as it is known.
+"""A worker: one backend's examination in a process of its own, every step and row written as soon as it is known.
 
-``python -m gradtruth.verify.doctor.worker FILE DEVICE BACKEND CASES CHECKS``; cases and checks separated by commas.
+``python -m gradtruth.verify.doctor.worker FILE DEVICE THREADS BACKEND CASES CHECKS``; cases and checks have
+commas between them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> None:
-    """Examine one backend and write its rows as JSON lines."""
-    target, device, backend, cases, checks = arguments
+    """Examine one backend and write JSON lines: a text where a step begins, an object for a row."""
+    target, device, threads, backend, cases, checks = arguments
+    if int(threads):
+        torch.set_num_threads(int(threads))
     items = [item for item in PROGRAMME if item.name in cases.split(",")]
     with open(target, "w", encoding="utf-8") as lines:
         for event in examine(
             items, [get(backend)], named(tuple(checks.split(","))), torch.device(device)
         ):
-            if isinstance(event, Row):
-                lines.write(json.dumps(event.to_json(), allow_nan=False) + "\n")
-                lines.flush()
+            found = event.to_json() if isinstance(event, Row) else event
+            lines.write(json.dumps(found, allow_nan=False) + "\n")
+            lines.flush()
 
 
 if __name__ == "__main__":

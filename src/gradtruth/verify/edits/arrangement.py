@@ -66,8 +66,10 @@ def restrided(case: Case, like: Case) -> Case:
     models = like.tensors()
     for name, tensor in case.tensors().items():
         model = models.get(name)
-        plain = model is None or name not in _STRIDED or model.dim() != tensor.dim()
-        tensors[name] = tensor if plain or not tensor.numel() else _like(tensor, model)
+        if model is None or name not in _STRIDED or model.dim() != tensor.dim():
+            tensors[name] = tensor
+        else:
+            tensors[name] = _like(tensor, model) if tensor.numel() else tensor
     made = edited(case, tensors, "")
     return replace(made, history=case.history)
 

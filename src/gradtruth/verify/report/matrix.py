@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TextIO
 
 from gradtruth.verify.doctor.matrix import Finding, Matrix
-from gradtruth.verify.findings import Run
+from gradtruth.verify.findings import PROCESS, SUPPORT, Run
 from gradtruth.verify.report.cells import conclusion, one_line
 from gradtruth.verify.report.console import print_table
 
@@ -22,12 +22,13 @@ def print_matrix(found: Matrix, run: Run, stream: TextIO, *, saved: Path | None 
     print_table(names, lines, stream)
     refusals = refusal_lines(found)
     if refusals:
-        stream.write("\nnot examined:\n")
+        stream.write("\nnot examined, or not to the end:\n")
         print_table(("backend", "why"), refusals, stream)
     stream.write(f"\n{len(found.findings)} findings\n")
     if found.findings:
         print_table(NAMES, [finding_line(finding) for finding in found.findings], stream)
-        first = found.findings[0]
+    first = next((f for f in found.findings if f.check not in (PROCESS, SUPPORT)), None)
+    if first is not None:
         folder = saved or "FOLDER"
         hint = "" if saved else "add --save FOLDER, then: "
         stream.write(
@@ -54,8 +55,8 @@ def matrix_lines(found: Matrix) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def refusal_lines(found: Matrix) -> list[tuple[str, str]]:
-    """Backends that refuse every problem, with the commonest reason."""
-    return [(name, one_line(text)) for name, text in found.refusals.items()]
+    """Backends that refuse every problem, with the commonest reason, and those that were stopped, with where."""
+    return [(name, one_line(text)) for name, text in (found.refusals | found.unfinished).items()]
 
 
 def finding_line(finding: Finding) -> tuple[str, ...]:
