@@ -1,19 +1,23 @@
 """The suite on a GPU with the Triton backend, many processes side by side, for compiling takes most of the time.
 
-    python -m benchmarks.conformance --share 9 --first 0 --jobs 14 --json OUT   # every ninth recipe, three minutes
+    python -m benchmarks.conformance --jobs 15 --json FILE.jsonl --seconds 460    # again, it goes on where it was
 
 Also for compute-sanitizer, which wants one process and few recipes:
 
-    compute-sanitizer --tool memcheck python -m benchmarks.conformance --jobs 0 --share 160 --hostile
+    compute-sanitizer --tool memcheck python -m benchmarks.conformance --jobs 0 --bare --hostile \
+        --only $(python -m benchmarks.conformance --list-selection 12)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -50,6 +54,50 @@ def examined(at: int) -> dict[str, object]:
     return {**row, "seconds": round(time.perf_counter() - begin, 1)}
 
 
+def bare(at: int) -> dict[str, object]:
+    """One recipe forward and backward by the backend alone, for a sanitizer: other kernels would report their own."""
+    recipe, backend = suite().recipes[at], get("triton")
+    sample = make(recipe, GPU)
+    torch.cuda.synchronize()
+    print(f"recipe {at}: {recipe.label()}", flush=True)
+    forward = backend.forward(sample.problem, sample.inputs)
+    given = (sample.dout, sample.dlse, sample.wanted)
+    backend.backward(sample.problem, sample.inputs, forward, *given)
+    torch.cuda.synchronize()
+    return {"recipe": at, "dtype": recipe.problem.dtype, "label": recipe.label(), "wrong": []}
+
+
+def selection(count: int) -> list[int]:
+    """Recipes that the backend takes, each the one with most values of features that were not there before."""
+
+    def values(at: int) -> set[tuple[str, str]]:
+        recipe = suite().recipes[at]
+        problem = recipe.problem
+        found = {**asdict(problem.spec), "family": recipe.family, "holes": recipe.holes}
+        for name in (
+            "dtype",
+            "head_dim_qk",
+            "head_dim_v",
+            "bias_shape",
+            "mask_shape",
+            "group_size",
+        ):
+            found[name] = getattr(problem, name)
+        return {(name, str(value)) for name, value in found.items()}
+
+    left = {
+        at: values(at) for at in order()
+        if (p := suite().recipes[at].problem).dtype != "float64" and p.seqlen_q and p.seqlen_kv
+    }  # fmt: skip
+    chosen: list[int] = []
+    seen: set[tuple[str, str]] = set()
+    while len(chosen) < count and left:
+        best = max(left, key=lambda at: len(left[at] - seen))
+        seen |= left.pop(best)
+        chosen.append(best)
+    return chosen
+
+
 def hostile() -> None:
     """thd with cu_seqlens of any content: for memcheck, which must find nothing."""
     drawn = torch.Generator().manual_seed(0)
@@ -74,43 +122,73 @@ def hostile() -> None:
 def main() -> None:
     """Run, print what is wrong, count."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--share", type=int, default=9, help="every so manieth recipe")
+    parser.add_argument("--share", type=int, default=1, help="every so manieth recipe of the order")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=14, help="processes; 0: this one")
     parser.add_argument("--only", type=int, nargs="*", help="these recipes")
-    parser.add_argument("--seconds", type=float, default=480.0, help="stop taking results then")
-    parser.add_argument("--hostile", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--seconds", type=float, default=480.0, help="begin no recipe after so long"
+    )
+    parser.add_argument(
+        "--hostile", action="store_true", help="cu_seqlens of any content before that"
+    )
+    parser.add_argument("--bare", action="store_true", help="the backend alone, nothing is judged")
+    parser.add_argument("--list-selection", type=int, metavar="N", help="print N recipes and end")
+    parser.add_argument(
+        "--json", type=Path, help="JSON lines; recipes that it has are left out, rows are added"
+    )
     given = parser.parse_args()
+    if given.list_selection:
+        print(*selection(given.list_selection))
+        return
     if given.hostile:
         hostile()
-    chosen = given.only or range(given.first, len(suite().recipes), given.share)
-    rows, begin = [], time.perf_counter()
-
-    def take(row):
+    before = given.json.read_text().splitlines() if given.json and given.json.exists() else []
+    rows = [json.loads(line) for line in before]
+    done = {row["recipe"] for row in rows}
+    chosen = [at for at in given.only or order()[given.first :: given.share] if at not in done]
+    for row in _results(bare if given.bare else examined, chosen, given.jobs, given.seconds):
         rows.append(row)
         for wrong in row["wrong"]:
             print(row["recipe"], row["label"], wrong, sep=": ", flush=True)
         if given.json:
-            given.json.write_text(json.dumps(rows, indent=1) + "\n")
-
-    if given.jobs == 0:
-        for at in chosen:
-            take(examined(at))
-    else:
-        with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
-            for row in pool.map(examined, chosen):
-                take(row)
-                if time.perf_counter() - begin > given.seconds:
-                    print("out of time")
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    break
+            with given.json.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
     counted = Counter(
         (r["dtype"], "refused" if r.get("refused") else "WRONG" if r["wrong"] else "right")
         for r in rows
     )
     for (dtype, what), count in sorted(counted.items()):
         print(f"{dtype:9} {what:8} {count}")
+    print(f"{len(rows)} of {len(suite().recipes)} recipes")
+
+
+def order() -> list[int]:
+    """All recipes, shuffled: whatever part was done when the time was up is a fair sample."""
+    found = list(range(len(suite().recipes)))
+    random.Random(0).shuffle(found)
+    return found
+
+
+def _results(
+    one: Callable[[int], dict[str, object]], chosen: list[int], jobs: int, seconds: float
+) -> Iterator[dict[str, object]]:
+    """Rows as they come."""
+    begin = time.perf_counter()
+    if jobs == 0:
+        for at in chosen:
+            if time.perf_counter() - begin < seconds:
+                yield one(at)
+        return
+    left = list(reversed(chosen))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(one, left.pop()) for _ in range(min(jobs, len(left)))}
+        while running:
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                if left and time.perf_counter() - begin < seconds:
+                    running.add(pool.submit(one, left.pop()))
+                yield future.result()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import gradtruth
-from benchmarks.kernels import SDPA, fa4, ours
+from benchmarks.contestants import SDPA, fa4, ours
 from gradtruth.backends import get
 from gradtruth.core.problem import Problem
 from gradtruth.core.spec import Spec

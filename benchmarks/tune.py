@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.kernels import TOKENS, median_ms
+from benchmarks.kernels import median_ms
+from benchmarks.shapes import TOKENS
 from gradtruth.backends.triton import arguments, launch
 from gradtruth.backends.triton.schedule import Tile, tiles_for
 from gradtruth.core.problem import Problem
