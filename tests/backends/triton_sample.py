@@ -5,6 +5,7 @@ The interpreter gets bf16 wrong: products of the 16-bit patterns as integers, an
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 import warnings
@@ -155,21 +156,27 @@ def selection(budget: float, seed: int = 0) -> tuple[Recipe, ...]:
     """Recipes that the interpreter can do within a budget of cost, each adding most new pairs for its cost."""
     order = [r for r in suite().recipes if fits(r.problem) and cost(r) < COST]
     random.Random(seed).shuffle(order)
-    pairs = {id(r): _pairs(r) for r in order}
+    pairs = [_pairs(r) for r in order]
     chosen, left = list(always()), budget
     covered = set().union(*map(_pairs, chosen))
-    while order:
-        best = max(order, key=lambda r: len(pairs[id(r)] - covered) / (cost(r) + 5.0))
-        gain = len(pairs[id(best)] - covered)
-        if not gain or cost(best) > left:
-            order.remove(best)
-            if not gain:
-                break
+
+    def worth(at: int) -> float:
+        return len(pairs[at] - covered) / (cost(order[at]) + 5.0)
+
+    # What a recipe adds only falls as others are chosen: one whose old worth is too small need not be asked again.
+    queue = [(-len(pairs[at]) / (cost(r) + 5.0), at) for at, r in enumerate(order)]
+    heapq.heapify(queue)
+    while queue:
+        at = heapq.heappop(queue)[1]
+        now = worth(at)
+        if not now or cost(order[at]) > left:
             continue
-        chosen.append(best)
-        covered |= pairs[id(best)]
-        left -= cost(best) + 5.0
-        order.remove(best)
+        if queue and now < -queue[0][0]:
+            heapq.heappush(queue, (-now, at))
+            continue
+        chosen.append(order[at])
+        covered |= pairs[at]
+        left -= cost(order[at]) + 5.0
     return tuple(chosen)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradtruth.backends.triton.compiled import Kernel
 from gradtruth.backends.triton.kernels.sequences import sequences
+from gradtruth.backends.triton.kernels.spans import spans
 from gradtruth.backends.triton.schedule import (
     Parts,
     Schedule,
@@ -62,6 +63,7 @@ class Plan:
 
 
 _sequences = Kernel(sequences)
+_spans = Kernel(spans)
 _plans: Recent[Plan] = Recent(_CACHE_SIZE)
 
 
@@ -160,7 +162,7 @@ class Call:
         problem, inputs, device, plan: what is computed.
         qkv, qkv_strides: q, k, v with 12 strides.
         where: packed extents, int32 [11, B], for thd followed by ends of tiles and orders; q for full sequences.
-        terms, term_strides: bias, attention_mask, padding masks, slopes; and their strides.
+        terms, term_strides: bias, attention_mask, its spans, padding masks, slopes; and their strides.
         term_sizes: rows and columns of bias and attention_mask.
         sink, seed: the tensors.
         wide: offsets within a tile need 64 bits.
@@ -248,11 +250,41 @@ class Call:
         self.terms = (
             none if bias is None else bias,
             none if mask is None else mask.view(torch.uint8),
+            none,
             *hidden,
             none if slopes is None else slopes,
         )
-        self.term_strides = (*bias_strides, *mask_strides, *hidden_strides, *slope_strides)
+        # Three for the spans of the mask, which are found for the kernels that use them.
+        self.term_strides = (*bias_strides, *mask_strides, 0, 0, 0, *hidden_strides, *slope_strides)
         self.term_sizes = (*bias_sizes, *mask_sizes)
+
+    def spanned(self, side: int) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """The terms and their strides with the spans of the mask's rows (side 2) or columns (3), if there is a mask."""
+        mask = self.inputs.attention_mask
+        if mask is None or not mask.numel():
+            return self.terms, self.term_strides
+        own, other = mask.shape[side], mask.shape[5 - side]
+        found = torch.empty((*mask.shape[:2], own, 2), dtype=torch.int32, device=self.device)
+        strides, block = mask.stride(), 32 if side == 2 else 64
+        known = self.plan.constants.get(key := ("spans", side, other == 1))
+        if known is None:
+            known = self.plan.constants[key] = {
+                "BLOCK_OWN": block, "BLOCK_OTHER": 256 if side == 2 else 32, "BROADCAST": other == 1, "num_warps": 4,
+            }  # fmt: skip
+        tiles = -(-own // block)
+        _spans(
+            tiles * mask.shape[0] * mask.shape[1],
+            (self.terms[1], found),
+            (*strides[:2], strides[side], strides[5 - side]),
+            (own, other, mask.shape[1], tiles),
+            known,
+        )
+        to = (self.terms[0], self.terms[1], found, *self.terms[3:])
+        steps = [
+            0 if size == 1 else step
+            for size, step in zip(found.shape[:3], found.stride(), strict=False)
+        ]
+        return to, (*self.term_strides[:8], *steps, *self.term_strides[11:])
 
     def tiles(self, kernel: int) -> tuple[int, tuple[Tensor, Tensor]]:
         """Tiles of a kernel (an index into ``Schedule.blocks``) per (sequence, head), for thd of all sequences.

@@ -71,10 +71,11 @@ def attend(problem: Problem, inputs: Inputs) -> Forward:
     out_strides, lse_into = strides_of(one_out, spec.layout)[:3], lse_strides(one_lse, spec.layout)
     steps = (to_out.stride(0), to_lse.stride(0)) if parts.count > 1 else (0, 0)
     if programs and problem.batch:
+        terms, term_strides = call.spanned(2)
         _forward(
             programs * parts.count,
-            (*call.qkv, to_out, to_lse, call.where, *order, *call.terms, call.sink, call.seed, top),
-            (*call.qkv_strides, *out_strides, *lse_into, *steps, *call.term_strides),
+            (*call.qkv, to_out, to_lse, call.where, *order, *terms, call.sink, call.seed, top),
+            (*call.qkv_strides, *out_strides, *lse_into, *steps, *term_strides),
             (
                 *call.term_sizes, problem.batch, heads, problem.group_size, tiles, problem.seqlen_q,
                 *call.plan.lengths, *call.plan.factors, programs, parts.chunk,
@@ -200,12 +201,13 @@ class Backward(Call):
             if dv:
                 one_v, steps[1] = to_v[0], to_v.stride(0)
         if programs and problem.batch:
+            terms, term_strides = self.spanned(3)
             _keys(
                 programs * parts.count,
-                (*self.shared, to_k, to_v, self.where, *order, *self.terms, self.seed),
+                (*self.shared, to_k, to_v, self.where, *order, *terms, self.seed),
                 (
                     *self.shared_strides, *strides_of(one_k, layout)[:3], *strides_of(one_v, layout)[:3],
-                    *steps, *self.term_strides,
+                    *steps, *term_strides,
                 ),
                 (
                     *self.term_sizes, problem.batch, problem.num_heads, problem.num_gqa_groups, tiles,
@@ -236,10 +238,11 @@ class Backward(Call):
             shape = (max(1, programs // problem.num_heads), problem.num_heads)
             share = torch.zeros(shape, dtype=torch.float32, device=self.device)
         if programs and problem.batch:
+            terms, term_strides = self.spanned(2)
             _queries(
                 programs * parts.count,
-                (*self.shared, to_q, share, self.where, *order, *self.terms, self.sink, self.seed),
-                (*self.shared_strides, *strides_of(one_q, layout)[:3], step, *self.term_strides),
+                (*self.shared, to_q, share, self.where, *order, *terms, self.sink, self.seed),
+                (*self.shared_strides, *strides_of(one_q, layout)[:3], step, *term_strides),
                 (
                     *self.term_sizes, problem.batch, problem.num_heads, problem.group_size, tiles,
                     problem.seqlen_q, *self.plan.lengths, *self.plan.factors, programs, parts.chunk,

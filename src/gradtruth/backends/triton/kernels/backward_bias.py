@@ -17,9 +17,9 @@ _FREE = [
 
 @triton.jit(do_not_specialize=_FREE)
 def backward_bias(
-    Q, K, V, Dout, Level, Delta, Part, Where, Bias, Mask, HiddenQ, HiddenK, Slopes, Seed,
+    Q, K, V, Dout, Level, Delta, Part, Where, Bias, Mask, Spans, HiddenQ, HiddenK, Slopes, Seed,
     q_sb, q_ss, q_sh, q_sd, k_sb, k_ss, k_sh, k_sd, v_sb, v_ss, v_sh, v_sd, do_sb, do_ss, do_sh, do_sd,
-    bias_sb, bias_sh, bias_si, bias_sj, mask_sb, mask_sh, mask_si, mask_sj,
+    bias_sb, bias_sh, bias_si, bias_sj, mask_sb, mask_sh, mask_si, mask_sj, span_sb, span_sh, span_s,
     hidden_q_sb, hidden_q_ss, hidden_k_sb, hidden_k_ss, slopes_sb, slopes_sh,
     bias_i, bias_j, mask_i, mask_j, batch, heads, group_size, storage_q,
     length_q, length_kv, diagonal, left, right,
@@ -156,9 +156,9 @@ def backward_bias(
                     steps_n, v_ss, offs_dv, v_sd, k_valid, DV, True,
                 )  # fmt: skip
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                valid = q_valid[:, None] & k_valid[None, :]
                 x, slope, visible = scores(
-                    s, offs_m[:, None], offs_n[None, :], valid, band, bias, mask, alibi, scale, softcap,
+                    s, offs_m[:, None], offs_n[None, :], q_valid[:, None], k_valid[None, :],
+                    band, bias, mask, alibi, scale, softcap,
                     True, False, BIAS, ARBITRARY, ALIBI, SOFTCAP,
                 )  # fmt: skip
                 p = tl.exp2(x - level[:, None])

@@ -13,6 +13,7 @@ from gradtruth.backends.triton.kernels.places import (
     tile_of,
     visible_blocks,
 )
+from gradtruth.backends.triton.kernels.spans import spanned
 from gradtruth.backends.triton.kernels.terms import kept, scores
 
 
@@ -52,9 +53,9 @@ def _over_queries(
         else:
             level = tl.load(level_base + offs_m)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        valid = k_valid[:, None] & q_valid[None, :]
         x, slope, _ = scores(
-            s, offs_m[None, :], offs_n[:, None], valid, band, bias, mask, alibi, scale, softcap,
+            s, offs_m[None, :], offs_n[:, None], q_valid[None, :], k_valid[:, None],
+            band, bias, mask, alibi, scale, softcap,
             MASKED, PLAIN, BIAS, ARBITRARY, ALIBI, SOFTCAP,
         )  # fmt: skip
         if PLAIN:
@@ -92,10 +93,10 @@ _FREE = [
 
 @triton.jit(do_not_specialize=_FREE)
 def backward_keys(
-    Q, K, V, Dout, Level, Delta, DK, DV_, Where, Ends, Order, Bias, Mask, HiddenQ, HiddenK, Slopes, Seed,
+    Q, K, V, Dout, Level, Delta, DK, DV_, Where, Ends, Order, Bias, Mask, Spans, HiddenQ, HiddenK, Slopes, Seed,
     q_sb, q_ss, q_sh, q_sd, k_sb, k_ss, k_sh, k_sd, v_sb, v_ss, v_sh, v_sd, do_sb, do_ss, do_sh, do_sd,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, dk_sp, dv_sp,
-    bias_sb, bias_sh, bias_si, bias_sj, mask_sb, mask_sh, mask_si, mask_sj,
+    bias_sb, bias_sh, bias_si, bias_sj, mask_sb, mask_sh, mask_si, mask_sj, span_sb, span_sh, span_s,
     hidden_q_sb, hidden_q_ss, hidden_k_sb, hidden_k_ss, slopes_sb, slopes_sh,
     bias_i, bias_j, mask_i, mask_j, batch, heads, groups, tiles, storage_q, storage_kv,
     length_q, length_kv, diagonal, left, right,
@@ -209,6 +210,13 @@ def backward_keys(
         drop = (0, 0, 0, 0, 0, 0)
         if DROPOUT:
             drop = (tl.load(Seed), threshold, sequence, head + h, origin_q, origin_kv)
+        begin = low
+        if ARBITRARY:
+            begin, end = spanned(
+                Spans + long_n * span_sb + long_h * span_sh, span_s, offs_n + index_kv, k_valid, mask_j,
+                index_q, low, high, BLOCK_M,
+            )  # fmt: skip
+            number = tl.cdiv(end - begin, BLOCK_M)
         if SPLIT:
             dk, dv = _over_queries(
                 dk, dv, k, v, (inner_low, inner, inner_high, inner), offs_n, first_n, k_valid, q_base, do_base,
@@ -218,8 +226,8 @@ def backward_keys(
                 DROPOUT, QUADS, HOLES, WIDE, PRECISION, WANT_DK, WANT_DV,
             )  # fmt: skip
         dk, dv = _over_queries(
-            dk, dv, k, v, (low, before, inner_high, number), offs_n, first_n, k_valid, q_base, do_base,
-            level_base, delta_base, hidden_q, length_q, q_ss, q_sd, do_ss, do_sd, hidden_q_ss,
+            dk, dv, k, v, (begin, before, inner_high if SPLIT else begin, number), offs_n, first_n, k_valid,
+            q_base, do_base, level_base, delta_base, hidden_q, length_q, q_ss, q_sd, do_ss, do_sd, hidden_q_ss,
             band, bias, mask, alibi, drop, scale, factor, softcap, inverse_keep,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, True, PLAIN, BIAS, ARBITRARY, ALIBI, SOFTCAP,
             DROPOUT, QUADS, HOLES, WIDE, PRECISION, WANT_DK, WANT_DV,

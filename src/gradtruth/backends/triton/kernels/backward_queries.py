@@ -13,6 +13,7 @@ from gradtruth.backends.triton.kernels.places import (
     tile_of,
     visible_blocks,
 )
+from gradtruth.backends.triton.kernels.spans import spanned
 from gradtruth.backends.triton.kernels.terms import LOG2E, kept, scores
 
 
@@ -44,14 +45,14 @@ def _over_keys(
                 tl.load(hidden_k + offs_n.to(tl.int64) * hidden_s, mask=k_valid, other=1) == 0
             )
         place = start_n.to(tl.int64)
-        valid = q_valid[:, None] & k_valid[None, :]
         if WANT_DQ:
             k = load_rows(k_base + place * k_ss, steps, k_ss, offs_d, k_sd, k_valid, D, MASKED)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         else:
             s = tl.zeros([offs_m.shape[0], BLOCK_N], tl.float32)
         x, slope, visible = scores(
-            s, offs_m[:, None], offs_n[None, :], valid, band, bias, mask, alibi, scale, softcap,
+            s, offs_m[:, None], offs_n[None, :], q_valid[:, None], k_valid[None, :],
+            band, bias, mask, alibi, scale, softcap,
             MASKED, PLAIN, BIAS, ARBITRARY, ALIBI, SOFTCAP,
         )  # fmt: skip
         if SINK:
@@ -83,10 +84,10 @@ _FREE = [
 
 @triton.jit(do_not_specialize=_FREE)
 def backward_queries(
-    Q, K, V, Dout, Level, Delta, DQ, Share, Where, Ends, Order, Bias, Mask, HiddenQ, HiddenK, Slopes, Sink, Seed,
+    Q, K, V, Dout, Level, Delta, DQ, Share, Where, Ends, Order, Bias, Mask, Spans, HiddenQ, HiddenK, Slopes, Sink, Seed,
     q_sb, q_ss, q_sh, q_sd, k_sb, k_ss, k_sh, k_sd, v_sb, v_ss, v_sh, v_sd, do_sb, do_ss, do_sh, do_sd,
     dq_sb, dq_ss, dq_sh, dq_sp,
-    bias_sb, bias_sh, bias_si, bias_sj, mask_sb, mask_sh, mask_si, mask_sj,
+    bias_sb, bias_sh, bias_si, bias_sj, mask_sb, mask_sh, mask_si, mask_sj, span_sb, span_sh, span_s,
     hidden_q_sb, hidden_q_ss, hidden_k_sb, hidden_k_ss, slopes_sb, slopes_sh,
     bias_i, bias_j, mask_i, mask_j, batch, heads, group_size, tiles, storage_q,
     length_q, length_kv, diagonal, left, right,
@@ -173,6 +174,13 @@ def backward_queries(
         tl.maximum(first_m, 0), tl.minimum(first_m + BLOCK_M, length_q) - 1,
         length_kv, diagonal, left, right, BLOCK_N, SPLIT,
     )  # fmt: skip
+    if ARBITRARY:
+        low, high = spanned(
+            Spans + long_n * span_sb + long_h * span_sh, span_s, offs_m + index_q, q_valid, mask_i,
+            index_kv, low, high, BLOCK_N,
+        )  # fmt: skip
+        inner_low = low
+        inner_high = low
     if PARTS:
         low, inner_low, inner_high, high = share_of((low, inner_low, inner_high, high), part, chunk)
     before = (inner_low - low) // BLOCK_N

@@ -31,16 +31,17 @@ def tanh(x):
 
 
 @triton.jit
-def read_term(base, i, j, stride_i, stride_j, size_i, size_j, valid):
+def read_term(base, i, j, stride_i, stride_j, size_i, size_j, q_valid, k_valid):
     """Elements of bias or attention_mask; 0 where not valid or outside of it."""
-    inside = valid & (i >= 0) & (i < size_i) & (j >= 0) & (j < size_j)
+    # Rows and columns by themselves first: a condition on pairs costs as many instructions as there are pairs.
+    inside = (q_valid & (i >= 0) & (i < size_i)) & (k_valid & (j >= 0) & (j < size_j))
     at = base + i.to(tl.int64) * stride_i + j.to(tl.int64) * stride_j
     return tl.load(at, mask=inside, other=0)
 
 
 @triton.jit
 def scores(
-    s, i, j, valid, band, bias, mask, alibi, scale, softcap,
+    s, i, j, q_valid, k_valid, band, bias, mask, alibi, scale, softcap,
     MASKED: tl.constexpr, PLAIN: tl.constexpr, BIAS: tl.constexpr, ARBITRARY: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +50,7 @@ def scores(
     Args:
         s: q . k, fp32, [M, N] or [N, M].
         i, j: query and key within the sequence, broadcastable to s.
-        valid: which of them belong to the sequence, broadcastable to s; read when MASKED.
+        q_valid, k_valid: whether query and key belong to the sequence, shaped as i and j.
         band: diagonal, left, right.
         bias, mask: pointer to the sequence's and head's first element, strides, sizes, index_q, index_kv.
         alibi: the slope.
@@ -60,14 +61,22 @@ def scores(
         derivative of the soft cap; and which pairs are visible.
     """
     diagonal, left, right = band
-    visible = valid
+    visible = q_valid & k_valid
     slope = 1.0
     if MASKED:
-        visible = valid & (j <= i + (diagonal + right)) & (j >= i + (diagonal - left))
+        visible = visible & (j <= i + (diagonal + right)) & (j >= i + (diagonal - left))
         if ARBITRARY:
             base, stride_i, stride_j, size_i, size_j, index_q, index_kv = mask
             hidden = read_term(
-                base, i + index_q, j + index_kv, stride_i, stride_j, size_i, size_j, valid
+                base,
+                i + index_q,
+                j + index_kv,
+                stride_i,
+                stride_j,
+                size_i,
+                size_j,
+                q_valid,
+                k_valid,
             )
             visible = visible & (hidden == 0)
     x = s
@@ -76,7 +85,15 @@ def scores(
         if BIAS != 0:
             base, stride_i, stride_j, size_i, size_j, index_q, index_kv = bias
             added = read_term(
-                base, i + index_q, j + index_kv, stride_i, stride_j, size_i, size_j, valid
+                base,
+                i + index_q,
+                j + index_kv,
+                stride_i,
+                stride_j,
+                size_i,
+                size_j,
+                q_valid,
+                k_valid,
             ).to(tl.float32)
         if BIAS == 1:
             x += added
