@@ -21,7 +21,8 @@ from gradtruth.core.problem import Problem
 from gradtruth.core.spec import Spec
 
 ROOT = Path(__file__).parents[2]
-CHUNKS = 4  # processes: they run beside each other under pytest-xdist
+REPORTS_DRAWN = 14  # of some 240 on a GPU
+CHUNKS = 2  # processes: they run beside each other under pytest-xdist
 HEAD = """
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
@@ -147,6 +148,45 @@ with t.interpreted_backend() as backend:
                 if not torch.equal(x[:, here], clean[label][:, here]):
                     wrong.append(f"mask {name}: a hidden tile of document {bad} was visited for {label}")
 """
+# The checks on two cases, but for those of a GPU, and those that call so often that the interpreter takes minutes.
+CHECKS = """
+from tests.checks.small_cases import dense, packed
+from gradtruth.verify.checks import CHECKS, Judged, Subject
+from gradtruth.verify.standard import Standard
+LEFT_OUT = {"call_order", "strides", "compile_equals_eager", "allocator_churn", "mask_equivalents"}
+LEFT_OUT |= {"graph_stream", "large_offsets", "launch_limits"}
+answered = set()
+with t.interpreted_backend() as backend, t.quiet():
+    for case in (packed(), dense(torch.float32, lse_grad=True, s=9)):
+        standard = Standard(case)
+        for check in CHECKS:
+            if check.name in LEFT_OUT:
+                continue
+            found = list(check.run(Subject(case, backend, standard)))
+            answered |= {check.name} if not found or any(isinstance(x, Judged) for x in found) else set()
+            wrong += [f"{check.name}: {x}" for x in found if isinstance(x, Judged) and x.kind]
+assert len(answered) >= 17, answered
+"""
+# Regression cases of public reports, drawn once: with the interpreter the backend is one that runs on the CPU.
+REPORTS = """
+import random
+import gradtruth.backends.triton as room
+import pytest
+room._device_reasons = lambda *_: []
+class Draw:
+    @staticmethod
+    def pytest_collection_modifyitems(config, items):
+        own = [x for x in items if "triton" in x.name and "test_sizes" not in x.nodeid]
+        random.Random(1).shuffle(own)
+        items[:] = own[:int(sys.argv[1])]
+        print(len(items), "drawn")
+with t.quiet():
+    rc = pytest.main(
+        ["tests/reports", "-q", "-rfE", "-p", "no:randomly", "-p", "no:cacheprovider", "-W", "ignore"],
+        plugins=[Draw],
+    )
+wrong += [] if rc == 0 else [f"pytest ended with {rc}"]
+"""
 TAIL = """
 print("\\n".join(wrong) or "right")
 """
@@ -165,6 +205,17 @@ def interpreted(script: str, *arguments: object) -> str:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_a_pairwise_sample_of_the_suite(chunk):
     assert interpreted(SUITE, chunk, CHUNKS) == "right"
+
+
+def test_checks_in_the_interpreter():
+    assert interpreted(CHECKS) == "right"
+
+
+def test_reports_in_the_interpreter():
+    found = interpreted(REPORTS, REPORTS_DRAWN)
+    assert f"{REPORTS_DRAWN} drawn" in found
+    assert f"{REPORTS_DRAWN} passed" in found, found
+    assert found.endswith("right")
 
 
 @pytest.mark.parametrize(

@@ -219,13 +219,20 @@ def sharing_matters(problem: Problem) -> bool:
 
 def examined(sample: Sample, backend: object, truth: Truth) -> list[str]:
     """What is wrong, without warnings of the interpreter about Inf and NaN."""
-    import numpy as np
-
     from gradtruth.verify.suite.conformance import examine
+
+    with quiet():
+        return examine(sample, backend, truth)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings of the interpreter about Inf and NaN."""
+    import numpy as np
 
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return examine(sample, backend, truth)
+        yield
 
 
 def sequences_fault(cases: int = 31) -> str:
