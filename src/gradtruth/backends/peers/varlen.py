@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gradtruth.backends.peers.bands import content_reasons, is_full
 from gradtruth.backends.peers.compact import Compact, compact
-from gradtruth.backends.peers.operands import aligned
 from gradtruth.backends.peers.own_lse import own_lse
 from gradtruth.backends.peers.rerun import differentiate
 from gradtruth.backends.peers.views import (
@@ -110,8 +109,7 @@ class Varlen(ABC):
             not is_full(problem) and 0 in compact(problem, inputs).tokens
         ):
             return empty_grads(inputs, wanted)
-        # Their backwards take for granted that dout's rows are aligned, as autograd may not hand them.
-        return differentiate(self._run, problem, inputs, aligned(dout), dlse, wanted)
+        return differentiate(self._run, problem, inputs, dout, dlse, wanted)
 
     def _empty(self, problem: Problem, inputs: Inputs) -> Forward:
         found = empty_forward(problem, inputs)
