@@ -261,7 +261,7 @@ class Call:
     def spanned(self, side: int) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """The terms and their strides with the spans of the mask's rows (side 2) or columns (3), if there is a mask."""
         mask = self.inputs.attention_mask
-        if mask is None or not mask.numel():
+        if mask is None:
             return self.terms, self.term_strides
         own, other = mask.shape[side], mask.shape[5 - side]
         found = torch.empty((*mask.shape[:2], own, 2), dtype=torch.int32, device=self.device)
@@ -272,13 +272,14 @@ class Call:
                 "BLOCK_OWN": block, "BLOCK_OTHER": 256 if side == 2 else 32, "BROADCAST": other == 1, "num_warps": 4,
             }  # fmt: skip
         tiles = -(-own // block)
-        _spans(
-            tiles * mask.shape[0] * mask.shape[1],
-            (self.terms[1], found),
-            (*strides[:2], strides[side], strides[5 - side]),
-            (own, other, mask.shape[1], tiles),
-            known,
-        )
+        if programs := tiles * mask.shape[0] * mask.shape[1]:
+            _spans(
+                programs,
+                (self.terms[1], found),
+                (*strides[:2], strides[side], strides[5 - side]),
+                (own, other, mask.shape[1], tiles),
+                known,
+            )
         to = (self.terms[0], self.terms[1], found, *self.terms[3:])
         steps = [
             0 if size == 1 else step
