@@ -160,15 +160,16 @@ _NAMES = {
 def _assembled(ptx: str, arch: int) -> tuple[int, int, int]:
     """Registers and spilled bytes, from ptxas; local memory instructions in innermost loops."""
     import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    name = "ptxas-blackwell" if arch >= 100 and (folder / "ptxas-blackwell").exists() else "ptxas"
+    name = Path(get_ptxas(arch).path)
     target = f"sm_{arch}{'a' if arch >= 90 else ''}"
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "kernel.ptx"
         file.write_text(ptx)
         done = subprocess.run(
-            [folder / name, "-v", f"--gpu-name={target}", file, "-o", f"{file}.cubin"],
+            [name, "-v", f"--gpu-name={target}", file, "-o", f"{file}.cubin"],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         hot = _hot(folder / "nvdisasm", f"{file}.cubin")

@@ -80,9 +80,15 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def _of(forward: Tile, keys: Tile, queries: Tile, keys_alone: Tile | None = None) -> Schedule:
-    # The bias kernel holds a tile of dS beside those of the queries' kernel.
-    bias = Tile(min(queries.block_m, 64), min(queries.block_n, 64), 4, 1)
+def _of(
+    forward: Tile,
+    keys: Tile,
+    queries: Tile,
+    keys_alone: Tile | None = None,
+    bias: Tile | None = None,
+) -> Schedule:
+    if bias is None:  # that kernel holds a tile of dS beside those of the queries' kernel
+        bias = Tile(min(queries.block_m, 64), min(queries.block_n, 64), 4, 1)
     return Schedule(forward=forward, keys=keys, queries=queries, bias=bias, keys_alone=keys_alone)
 
 
@@ -109,8 +115,8 @@ _SMALL = {
 # fp32 inputs: every product has three passes, and operands are twice as large.
 _SINGLE = {
     64: _of(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
-    128: _of(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
-    256: _of(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    128: _of(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
+    256: _of(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), bias=Tile(16, 32, 4, 1)),
 }
 _SINGLE_SMALL = {
     64: _of(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),

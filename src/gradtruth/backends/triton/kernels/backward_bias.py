@@ -5,7 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradtruth.backends.triton.kernels.places import load_rows, locate, visible_blocks
+from gradtruth.backends.triton.kernels.places import (
+    load_rows,
+    locate,
+    product,
+    visible_blocks,
+)
 from gradtruth.backends.triton.kernels.terms import kept, scores
 
 _FREE = [
@@ -155,14 +160,14 @@ def backward_bias(
                     V + long_n * v_sb + group * v_sh + there * v_ss,
                     steps_n, v_ss, offs_dv, v_sd, k_valid, DV, True,
                 )  # fmt: skip
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                s = product(q, k, PRECISION)
                 x, slope, visible = scores(
                     s, offs_m[:, None], offs_n[None, :], q_valid[:, None], k_valid[None, :],
                     band, bias, mask, alibi, scale, softcap,
                     True, False, BIAS, ARBITRARY, ALIBI, SOFTCAP,
                 )  # fmt: skip
                 p = tl.exp2(x - level[:, None])
-                dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+                dp = product(do, v, PRECISION)
                 if DROPOUT:
                     dp = tl.where(
                         kept(drop, offs_m, offs_n, start_n, QUADS and (ALIGNED or ALL_J)),

@@ -9,6 +9,7 @@ from gradtruth.backends.triton.kernels.places import (
     block_at,
     load_rows,
     locate,
+    product,
     share_of,
     tile_of,
     visible_blocks,
@@ -52,7 +53,7 @@ def _over_queries(
             level = tl.load(level_base + offs_m, mask=q_valid, other=float("inf"))
         else:
             level = tl.load(level_base + offs_m)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        s = product(k, q, PRECISION)
         x, slope, _ = scores(
             s, offs_m[None, :], offs_n[:, None], q_valid[None, :], k_valid[:, None],
             band, bias, mask, alibi, scale, softcap,
@@ -74,7 +75,7 @@ def _over_queries(
                 delta = tl.load(delta_base + offs_m, mask=q_valid, other=0.0)
             else:
                 delta = tl.load(delta_base + offs_m)
-            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            dp = product(v, do, PRECISION)
             if DROPOUT:
                 dp = tl.where(keep, dp * inverse_keep, 0.0)
             ds = p * (dp - delta[None, :])

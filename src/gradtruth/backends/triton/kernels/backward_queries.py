@@ -9,6 +9,7 @@ from gradtruth.backends.triton.kernels.places import (
     block_at,
     load_rows,
     locate,
+    product,
     share_of,
     tile_of,
     visible_blocks,
@@ -47,7 +48,7 @@ def _over_keys(
         place = start_n.to(tl.int64)
         if WANT_DQ:
             k = load_rows(k_base + place * k_ss, steps, k_ss, offs_d, k_sd, k_valid, D, MASKED)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            s = product(q, k, PRECISION)
         else:
             s = tl.zeros([offs_m.shape[0], BLOCK_N], tl.float32)
         x, slope, visible = scores(
@@ -66,7 +67,7 @@ def _over_keys(
                 p = tl.exp2(x * factor - level[:, None])
             else:
                 p = tl.exp2(x - level[:, None])
-            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            dp = product(do, v, PRECISION)
             if DROPOUT:
                 dp = tl.where(kept(drop, offs_m, offs_n, start_n, QUADS), dp * inverse_keep, 0.0)
             ds = p * (dp - delta[:, None])

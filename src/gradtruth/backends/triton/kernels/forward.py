@@ -9,6 +9,7 @@ from gradtruth.backends.triton.kernels.places import (
     block_at,
     load_rows,
     locate,
+    product,
     share_of,
     tile_of,
     visible_blocks,
@@ -45,7 +46,7 @@ def _over_keys(
             )
         place = start_n.to(tl.int64)
         k = load_rows(k_base + place * k_ss, steps, k_ss, offs_d, k_sd, k_valid, D, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = product(q, k, PRECISION)
         x, _, _ = scores(
             s, offs_m[:, None], offs_n[None, :], q_valid[:, None], k_valid[None, :],
             band, bias, mask, alibi, scale, softcap,

@@ -150,3 +150,20 @@ def load_rows(
         return tl.load(at, mask=dims[None, :] < DIM, other=0.0)
     else:
         return tl.load(at)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a b^T for rows a [M, K] and b [N, K], fp32.
+
+    Tensor cores cut partial sums off, so long sums come out too small: for fp32 inputs two halves of a long one are summed
+    apart and added, which rounds.
+    """
+    K: tl.constexpr = a.shape[1]
+    if PRECISION == "tf32x3" and K > 128:
+        a_even, a_odd = tl.split(tl.reshape(a, [a.shape[0], K // 2, 2]))
+        b_even, b_odd = tl.split(tl.reshape(b, [b.shape[0], K // 2, 2]))
+        even = tl.dot(a_even, tl.trans(b_even), input_precision=PRECISION)
+        return even + tl.dot(a_odd, tl.trans(b_odd), input_precision=PRECISION)
+    else:
+        return tl.dot(a, tl.trans(b), input_precision=PRECISION)
