@@ -135,7 +135,9 @@ def main() -> None:
     parser.add_argument("--bare", action="store_true", help="the backend alone, nothing is judged")
     parser.add_argument("--list-selection", type=int, metavar="N", help="print N recipes and end")
     parser.add_argument(
-        "--json", type=Path, help="JSON lines; recipes that it has are left out, rows are added"
+        "--json",
+        type=Path,
+        help="JSON lines; recipes that it has as right are left out, rows are added",
     )
     given = parser.parse_args()
     if given.list_selection:
@@ -144,7 +146,9 @@ def main() -> None:
     if given.hostile:
         hostile()
     before = given.json.read_text().splitlines() if given.json and given.json.exists() else []
-    rows = [json.loads(line) for line in before]
+    rows = [row for line in before if not (row := json.loads(line))["wrong"]]
+    if given.json and len(rows) < len(before):
+        given.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = {row["recipe"] for row in rows}
     chosen = [at for at in given.only or order()[given.first :: given.share] if at not in done]
     for row in _results(bare if given.bare else examined, chosen, given.jobs, given.seconds):

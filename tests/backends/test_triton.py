@@ -119,34 +119,9 @@ with t.interpreted_backend() as backend, patch.object(schedule, "_LEAST_BLOCKS",
         wrong += [] if same(True) else ["batch_invariant=True: bits depend on the batch"]
         wrong += [] if not same(False) else ["the test does not tell: no work was shared out"]
 """
-# Documents as a mask tensor: tiles of other documents are not visited, so a NaN there does not arrive.
 DOCUMENTS = """
-from gradtruth.core.problem import Problem
-from gradtruth.core.spec import Spec
-from gradtruth.core.tensors import Inputs, Wanted
-torch.manual_seed(0)
-q, k, v, dout = (torch.randn(1, 96, 2, 16).half() for _ in range(4))
-document = torch.arange(96) // 32
-apart = document[:, None] != document[None, :]
-def bits(q, k, v, dout, mask):
-    given = Inputs(q=q, k=k, v=v, attention_mask=mask)
-    problem = Problem.of(Spec(arbitrary=True), given)
-    forward = backend.forward(problem, given)
-    grads = backend.backward(problem, given, forward, dout, None, Wanted())
-    return {"out": forward.out, **dict(grads.items())}
 with t.interpreted_backend() as backend:
-    for name, mask in (("[1,1,S,T]", apart[None, None]), ("[1,H,S,T]", torch.stack((apart, apart))[None])):
-        clean = bits(q, k, v, dout, mask)
-        for bad in range(3):
-            place = slice(32 * bad, 32 * bad + 32)
-            tensors = [x.clone() for x in (q, k, v, dout)]
-            for x in tensors:
-                x[:, place] = float("nan")
-            for label, x in bits(*tensors, mask).items():
-                here = torch.ones(96, dtype=torch.bool)
-                here[place] = False
-                if not torch.equal(x[:, here], clean[label][:, here]):
-                    wrong.append(f"mask {name}: a hidden tile of document {bad} was visited for {label}")
+    wrong += t.documents_faults(backend)
 """
 # The checks on two cases, but for those of a GPU, and those that call so often that the interpreter takes minutes.
 CHECKS = """

@@ -284,3 +284,38 @@ def sequences_fault(cases: int = 31) -> str:
             if not torch.equal(call.where[11 + row], ends):
                 return f"sequences: tiles of case {case}"
     return ""
+
+
+def documents_faults(backend: object) -> list[str]:
+    """Documents as a mask tensor: tiles of other documents are not visited, so a NaN there does not arrive."""
+    import torch
+
+    from gradtruth.core.spec import Spec
+    from gradtruth.core.tensors import Inputs, Wanted
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 96, 2, 16, generator=generator).half() for _ in range(4)]
+    document = torch.arange(96) // 32
+    apart = document[:, None] != document[None, :]
+
+    def results(q, k, v, dout, mask):
+        inputs = Inputs(q=q, k=k, v=v, attention_mask=mask)
+        problem = Problem.of(Spec(arbitrary=True), inputs)
+        forward = backend.forward(problem, inputs)
+        grads = backend.backward(problem, inputs, forward, dout, None, Wanted())
+        return {"out": forward.out, **dict(grads.items())}
+
+    found = []
+    for mask in (apart[None, None], torch.stack((apart, apart))[None]):
+        clean = results(*tensors, mask)
+        for bad in range(3):
+            here = document != bad
+            given = [x.clone() for x in tensors]
+            for x in given:
+                x[:, ~here] = float("nan")
+            found += [
+                f"mask {list(mask.shape)}: a hidden tile of document {bad} was visited for {name}"
+                for name, x in results(*given, mask).items()
+                if not torch.equal(x[:, here], clean[name][:, here])
+            ]
+    return found

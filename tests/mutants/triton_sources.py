@@ -172,23 +172,25 @@ class Suite:
 
         torch.set_num_threads(1)
         recipes = triton_sample.selection(budget)
-        self.samples = [(r.label(), s, truth_of(s)) for r in recipes if (s := make(r))]
+        self.samples = [
+            (r.label(), s, truth_of(s), triton_sample.cost(r)) for r in recipes if (s := make(r))
+        ]
 
     def first_fault(self) -> str:
         """What is found first; empty when nothing is."""
         from tests.backends import triton_sample
 
+        shared = [x for x in self.samples if triton_sample.sharing_matters(x[1].problem)]
+        whole = sorted(self.samples, key=lambda x: x[3])  # the cheap ones find most mutants
         with triton_sample.interpreted_backend() as backend:
-            if wrong := triton_sample.sequences_fault():
-                return wrong
-            shared = [x for x in self.samples if triton_sample.sharing_matters(x[1].problem)]
-            for on, samples in ((True, shared[:8:2]), (False, self.samples)):
-                for label, sample, truth in samples:
+            for on, samples in ((False, whole[:-9]), (True, shared[:8:2]), (False, whole[-9:])):
+                for label, sample, truth, _ in samples:
                     with triton_sample.shared_out(on):
                         wrong = triton_sample.examined(sample, backend, truth)
                     if wrong:
                         return f"{label}: {wrong[0]}"
-        return ""
+            more = triton_sample.sequences_fault() or triton_sample.documents_faults(backend)
+        return more if isinstance(more, str) else "; ".join(more)
 
 
 def verdict(mutant: Mutant | None, suite: Suite) -> tuple[bool, str]:

@@ -148,8 +148,11 @@ class Backward(Call):
         dout_strides = strides_of(dout, layout)
         self.wide = self.wide or WIDEST * max(dout_strides) >= 2**31
         stored = 1 if layout == "thd" else problem.batch
-        shape = (2, stored, problem.num_heads, problem.seqlen_q)
-        level, delta = torch.empty(shape, dtype=torch.float32, device=self.device).unbind(0)
+        # Each begins at a multiple of 16 bytes whatever the lengths: kernels are compiled for that.
+        rows = stored * problem.num_heads * problem.seqlen_q
+        level, delta = torch.empty(
+            (2, -(-rows // 4) * 4), dtype=torch.float32, device=self.device
+        ).unbind(0)
         block, key = self.plan.schedule.rows, (problem.head_dim_v, dlse is not None)
         tiles = -(-problem.seqlen_q // block)
         programs = tiles * stored * problem.num_heads

@@ -85,10 +85,11 @@ def _over_queries(
     return dk, dv
 
 
+# Not specialised on: sizes, and strides that follow from lengths and whose alignment is worth nothing.
 _FREE = [
     "batch", "heads", "groups", "tiles", "storage_q", "storage_kv", "length_q", "length_kv",
     "diagonal", "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j", "programs",
-    "chunk", "shares",
+    "chunk", "shares", "span_sb", "span_sh",
 ]  # fmt: skip
 
 

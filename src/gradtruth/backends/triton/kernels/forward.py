@@ -73,9 +73,11 @@ def _over_keys(
     return acc, l_i, m_i
 
 
+# Not specialised on: sizes, and strides that follow from lengths and whose alignment is worth nothing.
 _FREE = [
     "batch", "heads", "group_size", "tiles", "storage_q", "length_q", "length_kv", "diagonal",
     "left", "right", "threshold", "bias_i", "bias_j", "mask_i", "mask_j", "programs", "chunk",
+    "lse_sb", "lse_sh", "lse_sp", "span_sb", "span_sh",
 ]  # fmt: skip
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_FREE = [
+    "heads", "tiles", "storage_q", "parts", "pl_sb", "pl_sh", "pl_sp", "lse_sb", "lse_sh",
+]  # fmt: skip
 
-@triton.jit(do_not_specialize=["heads", "tiles", "storage_q", "parts"])
+
+@triton.jit(do_not_specialize=_FREE)
 def merge(
     PartOut, PartLse, Out, Lse,
     po_sb, po_ss, po_sh, po_sp, pl_sb, pl_sh, pl_ss, pl_sp, o_sb, o_ss, o_sh, lse_sb, lse_sh, lse_ss,

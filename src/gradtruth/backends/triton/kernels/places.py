@@ -156,8 +156,8 @@ def load_rows(
 def product(a, b, PRECISION: tl.constexpr):
     """a b^T for rows a [M, K] and b [N, K], fp32.
 
-    Tensor cores cut partial sums off, so long sums come out too small: for fp32 inputs two halves of a long one are summed
-    apart and added, which rounds.
+    Tensor cores cut partial sums off, so long sums come out too small: for fp32 inputs two halves of a long one
+    are summed apart and added, which rounds.
     """
     K: tl.constexpr = a.shape[1]
     if PRECISION == "tf32x3" and K > 128:

@@ -8,8 +8,12 @@ import triton.language as tl
 from gradtruth.backends.triton.kernels.places import load_rows
 from gradtruth.backends.triton.kernels.terms import LOG2E
 
+_FREE = [
+    "heads", "tiles", "storage_q", "lse_sb", "lse_sh", "dlse_sb", "dlse_sh",
+]  # fmt: skip
 
-@triton.jit(do_not_specialize=["heads", "tiles", "storage_q"])
+
+@triton.jit(do_not_specialize=_FREE)
 def rows(
     Out, Dout, Lse, Dlse, Level, Delta,
     o_sb, o_ss, o_sh, o_sd, do_sb, do_ss, do_sh, do_sd, lse_sb, lse_sh, lse_ss, dlse_sb, dlse_sh, dlse_ss,
