@@ -129,13 +129,14 @@ from tests.checks.small_cases import dense, packed
 from gradtruth.verify.checks import CHECKS, Judged, Subject
 from gradtruth.verify.standard import Standard
 LEFT_OUT = {"call_order", "strides", "compile_equals_eager", "allocator_churn", "mask_equivalents"}
+ONCE = {"tile_merge", "shift_invariance", "gqa_expand", "shielded", "autograd_contract", "determinism", "poisoned_memory"}
 LEFT_OUT |= {"graph_stream", "large_offsets", "launch_limits"}
 answered = set()
 with t.interpreted_backend() as backend, t.quiet():
     for case in (packed(), dense(torch.float32, lse_grad=True, s=9)):
         standard = Standard(case)
         for check in CHECKS:
-            if check.name in LEFT_OUT:
+            if check.name in LEFT_OUT or (case.inputs.q.dtype == torch.float32 and check.name in ONCE):
                 continue
             found = list(check.run(Subject(case, backend, standard)))
             answered |= {check.name} if not found or any(isinstance(x, Judged) for x in found) else set()
@@ -151,7 +152,8 @@ room._device_reasons = lambda *_: []
 class Draw:
     @staticmethod
     def pytest_collection_modifyitems(config, items):
-        own = [x for x in items if "triton" in x.name and "test_sizes" not in x.nodeid]
+        own = [x for x in items if "-triton" in x.name.replace("-triton-lang", "").replace("-triton#", "")]
+        own = [x for x in own if x.path.stem not in ("test_sizes", "test_strides")]  # minutes here
         random.Random(1).shuffle(own)
         items[:] = own[:int(sys.argv[1])]
         print(len(items), "drawn")
