@@ -8,14 +8,13 @@ import types
 import pytest
 import torch
 from tests.interception import borrowed
+from tests.interception.listening import Heard, listening, same
 from torch import nn
 from torch.nn import functional as F
 
 import gradtruth
-from gradtruth.backends import get
-from gradtruth.core.tensors import Wanted
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify.interception import Answer, Interception, Listener, intercept
+from gradtruth.verify.interception import Answer, Interception, intercept
 
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 PLAIN = F.scaled_dot_product_attention
@@ -30,48 +29,9 @@ def _leaves(*shape):
     return [_drawn(*shape, seed=n).requires_grad_() for n in range(3)]
 
 
-class _Heard(Listener):
-    """Everything that was said about one call."""
-
-    def __init__(self, call, wants_gradients=True):
-        self.call, self.wants_gradients = call, wants_gradients
-        self.out = self.lse = None
-        self.backwards = []
-
-    def forward(self, out, lse):
-        self.out, self.lse = out, lse
-
-    def backward(self, dout, dlse, grads):
-        self.backwards.append((dout, dlse, dict(grads)))
-
-    def check(self):
-        """In fp64 it is what the reference finds for the problem that was told."""
-        problem, inputs = self.call.problem, self.call.inputs
-        backend = get("reference")
-        forward = backend.forward(problem, inputs)
-        _same(self.out, forward.out)
-        ((dout, dlse, found),) = self.backwards
-        grads = backend.backward(problem, inputs, forward, dout, dlse, Wanted())
-        for name, expected in grads.items():
-            _same(found[name], expected)
-        return set(found)
-
-
-def _same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
-
-
 @pytest.fixture
 def heard():
     return []
-
-
-def _listening(heard, **options):
-    def on_call(call):
-        heard.append(_Heard(call, **options))
-        return heard[-1]
-
-    return on_call
 
 
 class Attention(nn.Module):
@@ -81,7 +41,7 @@ class Attention(nn.Module):
 
 def test_a_name_that_a_module_took_before(heard):
     q, k, v = _leaves(B, H, S, D)
-    with intercept(_listening(heard)):
+    with intercept(listening(heard)):
         Attention()(q, k, v, is_causal=True).square().sum().backward()
     (one,) = heard
     assert (one.call.entry, one.call.layer) == (SDPA, "Attention")
@@ -97,12 +57,12 @@ def test_gradients_are_of_this_call_alone(heard):
     """k is used twice by the call and once more beside it; the program's own gradients are the sum."""
     q, k, _ = _leaves(B, H, S, D)
     plain = torch.autograd.grad(F.scaled_dot_product_attention(q, k, k).sum() + k.sum(), (q, k))
-    with intercept(_listening(heard)):
+    with intercept(listening(heard)):
         loss = F.scaled_dot_product_attention(q, k, k).sum() + k.sum()
         found = torch.autograd.grad(loss, (q, k))
     heard[0].check()
     for one, other in zip(found, plain, strict=True):
-        _same(one, other)
+        same(one, other)
 
 
 @pytest.mark.parametrize("lse", [False, True])
@@ -110,7 +70,7 @@ def test_own_calls_with_lse_bias_and_sink(heard, lse):
     q, k, v = _leaves(B, S, H, D)
     bias = _drawn(1, H, S, S, seed=5).requires_grad_()
     sink = _drawn(H, seed=6, dtype=torch.float32).requires_grad_()
-    with intercept(_listening(heard)):
+    with intercept(listening(heard)):
         out, found = gradtruth.attention_with_lse(
             q, k, v, bias=bias, softmax_type="learnable", softmax_offset=sink
         )
@@ -128,7 +88,7 @@ def test_own_packed_buffers(heard, packed):
     whole = _drawn(B, S, 3, H, D).requires_grad_()
     pair, q = _drawn(B, S, 2, H, D).requires_grad_(), _drawn(B, S, H, D).requires_grad_()
     parts = whole.unbind(2) if packed == "3hd" else (q, *pair.unbind(2))
-    with intercept(_listening(heard)):
+    with intercept(listening(heard)):
         gradtruth.attention(*parts).square().sum().backward()
     heard[0].check()
 
@@ -139,7 +99,7 @@ FUNCTION = "tests.interception.borrowed:attend"
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (_Heard, [FUNCTION]),
+        (Heard, [FUNCTION]),
         (lambda _: None, [FUNCTION]),
         (lambda _: Answer.INSIDE, [FUNCTION, SDPA]),
     ],
@@ -158,7 +118,7 @@ def test_what_a_call_calls_is_part_of_it(answer, expected):
 
 def test_only_what_the_listener_wants(heard):
     q, k, v = _leaves(B, H, S, D)
-    with intercept(_listening(heard, wants_gradients=False)):
+    with intercept(listening(heard, wants_gradients=False)):
         F.scaled_dot_product_attention(q, k, v).sum().backward()
     ((dout, _, grads),) = heard[0].backwards
     assert dout.unique().tolist() == [1.0]
@@ -169,7 +129,7 @@ def test_only_the_root(heard):
     here, elsewhere = nn.Sequential(), Attention()
     here.add_module("block", Attention())
     x = _drawn(B, H, S, D)
-    with intercept(_listening(heard), root=here):
+    with intercept(listening(heard), root=here):
         elsewhere(x, x, x)
         here.block(x, x, x)
         F.scaled_dot_product_attention(x, x, x)
@@ -181,7 +141,7 @@ def test_unseen_is_told_once(heard):
     told = []
     five = _drawn(1, B, H, S, D)
     q = _drawn(B, H, S, D)
-    with intercept(_listening(heard), on_unseen=told.append):
+    with intercept(listening(heard), on_unseen=told.append):
         for _ in range(2):
             F.scaled_dot_product_attention(five, five, five)
         torch.func.vmap(F.scaled_dot_product_attention)(q, q, q)
@@ -194,7 +154,7 @@ def test_unseen_is_told_once(heard):
 
 def test_switched_off_in_between(heard):
     x = _drawn(B, H, S, D)
-    with intercept(_listening(heard)) as found:
+    with intercept(listening(heard)) as found:
         found.switch(False)
         F.scaled_dot_product_attention(x, x, x)
         assert heard == []
@@ -207,8 +167,8 @@ def test_two_at_once(heard):
     others = []
     q, k, v = _leaves(B, S, H, D)
     with (
-        intercept(_listening(heard), functions=[FUNCTION]),
-        intercept(_listening(others), functions=[FUNCTION]),
+        intercept(listening(heard), functions=[FUNCTION]),
+        intercept(listening(others), functions=[FUNCTION]),
     ):
         borrowed.attend(q, k, v).sum().backward()
     for (one,) in (heard, others):
@@ -218,7 +178,7 @@ def test_two_at_once(heard):
 
 def test_inputs_that_were_written_to(heard):
     x = _drawn(B, H, S, D)
-    with intercept(_listening(heard)):
+    with intercept(listening(heard)):
         F.scaled_dot_product_attention(x, x, x)
     assert heard[0].call.intact()
     x.mul_(2)
@@ -227,11 +187,11 @@ def test_inputs_that_were_written_to(heard):
 
 def test_compiled_code_is_left_alone(heard):
     q, k, v = _leaves(B, H, S, D)
-    with intercept(_listening(heard)):
+    with intercept(listening(heard)):
         compiled = torch.compile(F.scaled_dot_product_attention, backend="eager", fullgraph=True)
         expected = compiled(q, k, v)
         assert heard == []
-        _same(F.scaled_dot_product_attention(q, k, v), expected)
+        same(F.scaled_dot_product_attention(q, k, v), expected)
     assert len(heard) == 1
 
 
@@ -272,7 +232,7 @@ def test_what_another_put_in_its_place_stays(heard):
         # As one does who puts back what was there.
         F.scaled_dot_product_attention = ours
         x = _drawn(B, H, S, D)
-        with intercept(_listening(heard)):
+        with intercept(listening(heard)):
             F.scaled_dot_product_attention(x, x, x)
             borrowed.scaled_dot_product_attention(x, x, x)
         assert len(heard) == 2

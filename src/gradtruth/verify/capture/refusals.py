@@ -36,5 +36,5 @@ def _unreadable(name: str, tensor: Tensor) -> str | None:
 
 def recomputed_for_checkpoint() -> bool:
     """Inside a recomputation of non-reentrant checkpointing, whose outputs get no gradient themselves."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003 # type: ignore[attr-defined]
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")

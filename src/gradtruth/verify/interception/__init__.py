@@ -13,8 +13,8 @@ returns a ``Listener`` is told out and lse after the forward, and dout, dlse and
 in the backward: operands go through an identity, so other users of the same q, k or v do not enter.
 
 What cannot be said as a Problem is told to ``on_unseen`` once, with the reason. A call inside another one that was
-told (flash-attn under TransformerEngine) is part of that, and told only after ``Answer.INSIDE``. Code compiled by torch.compile is never seen: there the
-entry points are what they always were.
+told (flash-attn under TransformerEngine) is part of that, and told only after ``Answer.INSIDE``. Code compiled by
+torch.compile is never seen: there the entry points are what they always were.
 """
 
 from __future__ import annotations

@@ -21,11 +21,15 @@ _READ = (
     "self", *_LAYERS, "attention_mask", "qkv_format", "cu_seqlens_q", "cu_seqlens_kv",
     "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv",
     "attn_mask_type", "window_size", "bottom_right_diagonal", "core_attention_bias_type",
-    "core_attention_bias", "alibi_slopes",
+    "core_attention_bias", "alibi_slopes", "softcap",
     # These change the speed, or what is computed where nothing is valid.
     "checkpoint_core_attention", "fast_zero_fill", "pad_between_seqs", "num_splits",
 )  # fmt: skip
-_PLAIN = {"fp8_output": (False,), "bf16_backward": (False,), "args": ((),), "kwargs": ({},)}
+_PLAIN = {
+    "fp8_output": (False,), "bf16_backward": (False,), "args": ((),), "kwargs": ({},),
+    # How a packed buffer and policies are meant, which are refused where they are given.
+    "qkv_interleave_dim": (-3,), "thd_attention_policy_dispatch": ("auto",),
+}  # fmt: skip
 
 
 def _translate(original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Translation:
@@ -55,7 +59,7 @@ def _translate(original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
         max_seqlen_q=given["max_seqlen_q"],
         max_seqlen_kv=given["max_seqlen_kv"],
         softmax_scale=getattr(module, "softmax_scale", None),
-        softcap=getattr(module, "softcap", None) or None,
+        softcap=_first(given.get("softcap"), getattr(module, "softcap", None)) or None,
         bias_type=bias_type,
         softmax_type=getattr(module, "softmax_type", "vanilla"),
         dropout_p=_dropout(module),
@@ -88,7 +92,9 @@ def _tensors(
     lengths = {n: given[n] for n in ("cu_seqlens_q", "cu_seqlens_kv") if kind.padding}
     if thd:
         lengths |= {n: given[n] for n in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")}
-    offset = getattr(module, "softmax_offset", None)
+    # With "off-by-one" it is zeros.
+    learnable = getattr(module, "softmax_type", "vanilla") == "learnable"
+    offset = module.softmax_offset if learnable else None
     tensors = TensorArguments(
         *(given[name] for name in _LAYERS),
         attention_mask=mask,
@@ -114,7 +120,10 @@ def _refuse(module: Any) -> None:
 def _window(given: Mapping[str, Any], module: Any, mask_type: str) -> tuple[int, int]:
     window = _first(given["window_size"], getattr(module, "window_size", None)) or (-1, -1)
     left, right = int(window[0]), int(window[1])
-    return (left, -1) if parse_mask_type(mask_type).causal else (left, right)
+    if parse_mask_type(mask_type).causal:
+        return left, -1
+    # The module keeps (-1, 0) of a causal mask, which without one is no window.
+    return (-1, -1) if (left, right) == (-1, 0) else (left, right)
 
 
 def _dropout(module: Any) -> float:
