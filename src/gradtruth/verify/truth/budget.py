@@ -281,7 +281,9 @@ def compare(
     for sequence, parts in _split(problem, name, tensors, where):
         if parts[0].numel():
             independent = _independent(problem, name, where, sequence, parts[0].shape[1])
-            rows += _judge(name, _clean(sequence, parts, eps, (exact, limit)), (eps, sums), independent)
+            rows += _judge(
+                name, _clean(sequence, parts, eps, (exact, limit)), (eps, sums), independent
+            )
     return rows + _outside(problem, name, tensors[0], where, exact)
 
 
