@@ -321,7 +321,7 @@ def test_a_library_that_is_imported_later(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     finders = list(sys.meta_path)
     try:
-        with gradtruth.capture(tmp_path / "cases") as captured:
+        with gradtruth.capture(tmp_path / "cases") as captured, gradtruth.capture(None) as other:
             import flash_attn
 
             flash_attn.mine(*_dense(H)).sum().backward()
@@ -331,4 +331,5 @@ def test_a_library_that_is_imported_later(tmp_path, monkeypatch):
         for name in ("flash_attn", "flash_attn.flash_attn_interface"):
             sys.modules.pop(name, None)
     assert only_case(captured).provenance["captured_from"] == "flash_attn.flash_attn_func"
+    assert other.tally.calls == 1
     assert sys.meta_path == finders

@@ -457,3 +457,38 @@ def test_a_function_of_the_users(tmp_path):
     assert case.provenance["captured_from"] == name
     assert case.problem.spec.scale == 0.3
     same(results(case)["dq"], q.grad)
+
+
+INNER = "tests.interception.borrowed:attend"  # calls F.scaled_dot_product_attention
+
+
+def _inner(**selected):
+    from tests.interception import borrowed
+
+    q, k, v = _ours(2, 2, 2)
+    with gradtruth.capture(selected.pop("folder"), functions=[INNER], **selected) as captured:
+        borrowed.attend(q, k, v).sum().backward()
+    return captured
+
+
+def test_a_call_inside_another_one_is_part_of_that(tmp_path):
+    assert [case.provenance["captured_from"] for case in cases(_inner(folder=tmp_path))] == [INNER]
+    # One call was made, whatever it calls.
+    none = _inner(folder=tmp_path / "none", call="1")
+    assert (none.files, none.tally.calls, none.tally.unselected) == ([], 1, 1)
+
+
+def test_a_call_inside_another_one_by_its_entry_point(tmp_path):
+    captured = _inner(folder=tmp_path, entry="scaled_dot*", call="0")
+    assert only_case(captured).provenance["captured_from"].endswith("scaled_dot_product_attention")
+    assert captured.tally.other_entries == {INNER: 1}
+    assert f"other entry points: {INNER} (1)" in captured.summary()
+
+
+def test_two_captures_at_once(tmp_path):
+    q, k, v = _ours(2, 2, 2)
+    with gradtruth.capture(tmp_path / "a") as one, gradtruth.capture(tmp_path / "b") as other:
+        gradtruth.attention(q, k, v).square().sum().backward()
+    for name, tensor in only_case(one).tensors().items():
+        bits(only_case(other).tensors()[name], tensor)
+    same(results(only_case(one))["dq"], q.grad)

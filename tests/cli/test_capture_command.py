@@ -223,3 +223,15 @@ def test_ranks_write_to_one_folder(here, capsys):
     ]
     assert main(["capture", "-o", "none", "--this-rank", "1", "--rank", "0", "train.py"]) == 0
     assert not (here / "none" / "index.jsonl").exists()
+
+
+def test_the_example(here, capsys):
+    example = Path(__file__).parents[2] / "examples/capture_training.py"
+    arguments = ["-o", "cases", "--layer", "*.1.*", str(example), "--", "--steps", "2"]
+    assert main(["capture", *arguments]) == 0
+    assert "2 cases" in capsys.readouterr().err
+    lines = _index(here / "cases")
+    assert [(line["layer"], line["step"]) for line in lines] == [
+        ("layers.1.attention", 0), ("layers.1.attention", 1),
+    ]  # fmt: skip
+    assert {line["problem"] for line in lines} == {"b8 s23 h4/4 d8 fp32 bshd causal"}
