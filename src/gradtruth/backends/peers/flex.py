@@ -341,13 +341,16 @@ def _compiled_function() -> Callable[..., Any]:
 def _with_sink(
     problem: Problem, inputs: Inputs, result: tuple[Tensor, Tensor], places: Places
 ) -> tuple[Tensor, Tensor]:
-    """out and lse with the sink in the denominator; rows without a visible key give it no gradient."""
+    """out and lse with the sink in the denominator; rows without a visible key give it no gradient.
+
+    lse is -inf too where a bias of finfo.min hides every key, as it passes through base 2: the sink takes all.
+    """
     out, lse = result
     logit = _sink_logit(problem, inputs, lse.dtype)
     seen = lse > -torch.inf
     finite = lse.masked_fill(~seen, 0.0)
     # e^-softplus(x) is 1 / (1 + e^x), and the gradient of a faint sink, e^x, stays exact in it.
-    share = torch.exp(-softplus(logit - finite))
+    share = torch.where(seen, torch.exp(-softplus(logit - finite)), 0.0)
     valid = (places.sequence_q >= 0)[:, None]
     bare = torch.where(valid, logit.detach(), -torch.inf)
     return out * share[..., None], torch.where(seen, torch.logaddexp(finite, logit), bare)

@@ -36,6 +36,7 @@ _C_COMMON = 0.5  # of eps: rows with equal values round alike
 _C_SUMS = 8.0  # of the sums' eps: and so do their sums, which tensor cores truncate
 _C_CUT = 16.0  # the same where sums are all that rounds, and are made of three products
 _LIMIT = 4.0  # of eps * spread: for more than this no yardstick counts
+_HUGE = 2.0**250  # of what is over this no squares are taken: each such element is judged alone
 _WELL_ABOVE = 8.0  # cosine and norm ratio mean something over this many eps * spread
 
 _QUERY_SIDE = ("out", "dq")
@@ -276,11 +277,12 @@ def compare(
     rounding = rounding_of(problem)
     sums = (_C_CUT if rounding.cut else _C_SUMS) * rounding.unit * rounding.ratio
     exact = -math.inf if name in _MINUS_INF else 0.0
+    limit = _limit(problem, name)
     rows = []
     for sequence, parts in _split(problem, name, tensors, where):
         if parts[0].numel():
             independent = _independent(problem, name, where, sequence, parts[0].shape[1])
-            part = _clean(sequence, parts, (eps, rounding.cut), exact)
+            part = _clean(sequence, parts, (eps, rounding.cut), (exact, limit))
             rows += _judge(name, part, (eps, sums), independent)
     return rows + _outside(problem, name, tensors[0], where, exact)
 
@@ -317,15 +319,37 @@ def _independent(
     return rows
 
 
+def _limit(problem: Problem, name: str) -> float:
+    """The largest number of a result's dtype: for more, infinity is right. No limit where that is a fault."""
+    if name not in _MINUS_INF:
+        return math.inf
+    dtype = problem.accumulate_dtype if name == "lse" else torch.float32
+    return torch.finfo(dtype).max
+
+
 def _clean(
-    sequence: int | None, parts: list[Tensor], scales: tuple[float, float], exact: float
+    sequence: int | None,
+    parts: list[Tensor],
+    scales: tuple[float, float],
+    known: tuple[float, float],
 ) -> _Part:
-    """Take what no budget covers out of the numbers; ``scales`` are eps and ``Rounding.cut``."""
-    eps, cut = scales
+    """Take what no budget covers out of the numbers.
+
+    Args:
+        sequence: which.
+        parts: got, oracle, yardstick, bound, spread.
+        scales: eps of the last two, and ``Rounding.cut``.
+        known: what is exact where nothing contributes, and see ``_limit``.
+    """
+    (eps, cut), (exact, limit) = scales, known
     got, oracle, yardstick, bound, spread = (x.contiguous() for x in parts)
     nothing = bound == 0 if exact == 0.0 else oracle == exact
     error, drift = got - oracle, yardstick - oracle
     broken = [""] * got.shape[0]
+    over = (oracle.abs() > limit) & ~nothing
+    if bool(over.any()):
+        infinite = got == torch.copysign(torch.full_like(oracle, math.inf), oracle)
+        error = torch.where(over & infinite, 0.0, error)
     if bool(nothing.any()):
         oracle = oracle.masked_fill(nothing, 0.0)
         error = torch.where(nothing & (got == exact), 0.0, error)
@@ -354,7 +378,7 @@ def _reasons(lost: Tensor, stray: Tensor, exact: float) -> list[str]:
 def _judge(name: str, part: _Part, scales: tuple[float, float], independent: int) -> list[Row]:
     """The rows of one sequence, one per head."""
     eps, sums = scales
-    error, drift, oracle, floor = part.error, part.drift, part.oracle, part.floor
+    error, drift, oracle, floor = _squarable(part)
     products = {
         "ee": (error, error),
         "yy": (drift, drift),
@@ -394,6 +418,18 @@ def _judge(name: str, part: _Part, scales: tuple[float, float], independent: int
         row = Row(tensor=name, sequence=sequence, head=head, norms=norms, broken=reason, **tests)
         rows.append(row)
     return rows
+
+
+def _squarable(part: _Part) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """error, drift, oracle and floor, 0 where one of them is huge and a number."""
+    found = (part.error, part.drift, part.oracle, part.floor)
+    if all(float(x.nan_to_num(0.0, 0.0, 0.0).abs().max()) <= _HUGE for x in found):
+        return found
+    huge = torch.zeros_like(part.error, dtype=torch.bool)
+    for x in found:
+        huge |= (x.abs() > _HUGE) & x.isfinite()
+    error, drift, oracle, floor = (x.masked_fill(huge, 0.0) for x in found)
+    return error, drift, oracle, floor
 
 
 def _element(part: _Part) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from gradtruth.core.problem import Problem
 
 __all__ = [
+    "HOPELESS",
     "Magnitude",
     "Rounding",
     "RowErrors",
@@ -26,6 +27,11 @@ __all__ = [
     "score_errors",
     "summing",
 ]
+
+HOPELESS = 2.0**160
+"""In eps: a score that errs by more says nothing about its weight, and the eighth power of this is a number.
+
+Over what scores in fp32 can hold. A bias of an fp64 problem that stands for "hidden" (finfo.min) is far over it."""
 
 _TF32_EPS = 2.0**-10
 # A partial sum is half of the sum on average, in the mean square a third; a softmax sums in lanes.
@@ -126,11 +132,13 @@ def score_errors(
         cap: the softcap.
         tanh: [H, b, T], of score / cap.
     """
+    products, chain = products.clamp(max=HOPELESS), chain.clamp(max=HOPELESS)
     if cap is None or tanh is None:
-        return ScoreErrors(products + chain, None)
+        return ScoreErrors((products + chain).clamp(max=HOPELESS), None)
     slope, size = 1 - tanh * tanh, tanh.abs()
     score = products * slope + cap * size + chain
-    return ScoreErrors(score, 2 * slope * size * products / cap + 2)
+    steep = 2 * slope * size * products / cap + 2
+    return ScoreErrors(score.clamp(max=HOPELESS), steep.clamp(max=HOPELESS))
 
 
 @dataclass(slots=True)
@@ -161,7 +169,8 @@ class RowErrors:
     """Errors of out and lse of one block, which all weights of a row share. Squares are squared spreads.
 
     Attributes:
-        lse_bound, lse_square: [H, b], in units of the accumulate eps; 0 for a given lse.
+        lse_bound, lse_square: [H, b], in units of the accumulate eps; 0 for a given lse. Of what follows from lse:
+            not over ``HOPELESS`` and its square by much, also where lse itself is.
         out_bound, out_square: [H, b, Dv], in units of eps; 0 for a given out.
         given: out and lse were given and have no error.
     """
@@ -182,7 +191,7 @@ class RowErrors:
     def of(weights: Weights, v: Tensor, out: Tensor, lse: Tensor, rounding: Rounding) -> RowErrors:
         """Errors of out [H, b, Dv] and lse [H, b] that were computed from weights and v [G, T, Dv]."""
         rho, score, count = rounding.ratio, weights.errors.score, weights.count
-        size = torch.where(lse == -torch.inf, 0.0, lse.abs() + 1)
+        size = torch.where(lse == -torch.inf, 0.0, lse.abs() + 1).clamp(max=HOPELESS)
         shift = weights.p * score
         # Errors of scores in a row may be common: rounding scale * q moves all of them alike.
         common = shift.sum(-1)
