@@ -1,50 +1,58 @@
 """Exact probes: a few query rows and key columns of one (sequence, KV head), computed in fp64 and compared.
 
-A query row (out, lse, dq) costs O(T D), a key column (dk, dv) O(S D) from out and lse of the whole, so both can be had
-during training where the whole oracle cannot. Rows and columns are problems themselves, by ``core.tile`` of one query
-or one key, and the oracle computes them like any other, with the size of their rounding errors.
+A query row (out, lse, dq) costs O(T D). A key column (dk, dv) costs O(S D) where out and lse of the whole are known;
+without an lse the rows that it is summed over must be computed too, O(S T D) for this one head. So both can be had
+during training, where the whole oracle cannot.
 
-The verdict is that of ``truth.budget`` on these rows, without a yardstick: its four tests with the allowances of
-``_TOLERANCE`` times the oracle's own bound and spread. So an element passes within 4 eps M, M the sums of absolute
-values (``truth/README.md``), and a common factor is found down to 4 times what independent roundings of the probed
-elements amount to.
+The verdict is that of ``truth.budget`` on these rows: the oracle's own bound and spread with the same four tests,
+without a yardstick and with ``_TOLERANCE`` times the rounding that they predict instead. ``docs/watch.md`` has its
+calibration: how much of it healthy attention uses, and the smallest factor that is found.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from gradtruth.core.extents import Extents
-from gradtruth.core.layout import canonical, canonical_lse, stored
+from gradtruth.core.layout import canonical, canonical_lse
 from gradtruth.core.problem import Problem
-from gradtruth.core.spec import Spec
-from gradtruth.core.tensors import Inputs, Wanted
+from gradtruth.core.tensors import Inputs
 from gradtruth.core.tile import tile
-from gradtruth.verify.truth.budget import Row, compare
-from gradtruth.verify.truth.oracle import OracleForward, OracleGrads, backward, evaluate
-from gradtruth.verify.truth.oracle import forward as oracle_forward
-from gradtruth.verify.truth.rounding import Magnitude
-from gradtruth.verify.truth.scoring import Place
-from gradtruth.verify.truth.scoring import Sequence as Whole
+from gradtruth.errors import InvalidProblem
+from gradtruth.verify.cases.case import Case
+from gradtruth.verify.truth import scoring
+from gradtruth.verify.truth.budget import Row, judge
+from gradtruth.verify.truth.gradient import Block, SequenceGradients, Sum
+from gradtruth.verify.truth.rounding import (
+    Magnitude,
+    Rounding,
+    RowErrors,
+    WeightGradient,
+    Weights,
+    group_matmul,
+    rounding_of,
+)
+from gradtruth.verify.truth.scoring import Place, Scores, places
 
-__all__ = ["Probe", "probe"]
+__all__ = ["Found", "Spot", "probe", "probe_spot", "spots", "whole"]
 
-_TOLERANCE = 4.0
-_BLOCK = 1 << 20  # elements of one [R, block, T] tensor of scores
+_TOLERANCE = 2.0
+_BLOCK = 1 << 18  # elements of one [R, block, T] tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class Spot:
     """Where to look.
 
     Attributes:
         sequence, group: the sequence and the KV head.
-        rows: indices i of queries within the sequence, at least one of them for out, lse and dq.
-        columns: indices j of keys within the sequence.
+        rows: indices i of queries within the sequence, for out, lse and dq.
+        columns: indices j of keys within the sequence, for dk and dv.
     """
 
     sequence: int
@@ -53,259 +61,399 @@ class Probe:
     columns: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What a call computed, in the problem's layout; None where it is not known.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What an attention returned, in its problem's layout; None where it is not known.
 
     Attributes:
         out, lse: of the forward.
-        dout, dlse: what its backward got; without dout only the forward is probed.
-        grads: dq, dk, dv.
+        dq, dk, dv: of the backward.
+        coarse: it keeps scores and sums in the dtype of its inputs, which the contract does not allow and eager
+            attention does.
     """
 
-    out: Tensor
+    out: Tensor | None = None
     lse: Tensor | None = None
-    dout: Tensor | None = None
-    dlse: Tensor | None = None
-    grads: Mapping[str, Tensor] | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    coarse: bool = False
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor], *, coarse: bool = False) -> Found:
+        """From tensors by name; other names are passed over."""
+        known = ("out", "lse", "dq", "dk", "dv")
+        return Found(**{n: x for n, x in tensors.items() if n in known}, coarse=coarse)
 
 
 def probe(
-    problem: Problem, inputs: Inputs, given: Given, place: Place, where: Probe
+    case: Case,
+    tensors: Mapping[str, Tensor],
+    *,
+    rows: int = 8,
+    columns: int = 8,
+    heads: int | None = None,
+    seed: int = 0,
+) -> tuple[Row, ...]:
+    """Probe one forward and backward.
+
+    Args:
+        case: what was computed, with dout and dlse.
+        tensors: out, lse, dq, dk, dv by name, as far as there are any, in the problem's layout.
+        rows, columns: how many queries and keys per (sequence, KV head).
+        heads: how many (sequence, KV head), drawn at random; None is all.
+        seed: of the drawing; the global generators are left alone.
+
+    Returns:
+        One row per tensor and head that was looked at. Wrong are those with ``passed`` False.
+
+    Raises:
+        InvalidProblem: rows, columns or heads is negative.
+    """
+    problem, inputs = case.problem, case.inputs
+    where = places(problem, inputs)
+    drawn = spots(problem, where, rows=rows, columns=columns, heads=heads, seed=seed)
+    found = Found.of(tensors)
+    return tuple(
+        row
+        for spot in drawn
+        for row in probe_spot(problem, inputs, found, (case.dout, case.dlse), spot)
+    )
+
+
+def spots(
+    problem: Problem,
+    where: Sequence[Place],
+    *,
+    rows: int,
+    columns: int,
+    heads: int | None = None,
+    seed: int | str = 0,
+) -> list[Spot]:
+    """Places drawn at random, one row of each of ``rows`` equal stretches of a sequence; columns likewise.
+
+    Args:
+        problem: what was computed.
+        where: of its sequences, from ``truth.scoring.places``.
+        rows, columns: how many per (sequence, KV head).
+        heads: how many (sequence, KV head) of those with a query or a key; None is all.
+        seed: of the drawing.
+
+    Raises:
+        InvalidProblem: a number is negative.
+    """
+    for name, value in (("rows", rows), ("columns", columns), ("heads", heads)):
+        if value is not None and value < 0:
+            raise InvalidProblem(f"{name} is {value}, expected 0 or more")
+    drawing = random.Random(seed)  # noqa: S311 - no secret
+    pairs = [
+        (n, g)
+        for n, place in enumerate(where)
+        if place.length_q or place.length_kv
+        for g in range(problem.num_gqa_groups)
+    ]
+    if heads is not None and heads < len(pairs):
+        pairs = sorted(drawing.sample(pairs, heads))
+    return [
+        Spot(n, g, _drawn(drawing, where[n].length_q, rows), _drawn(drawing, where[n].length_kv, columns))
+        for n, g in pairs
+    ]  # fmt: skip
+
+
+def whole(where: Sequence[Place], sequence: int, group: int) -> Spot:
+    """All rows and columns of one (sequence, KV head)."""
+    place = where[sequence]
+    return Spot(sequence, group, tuple(range(place.length_q)), tuple(range(place.length_kv)))
+
+
+def _drawn(drawing: random.Random, length: int, count: int) -> tuple[int, ...]:
+    count = min(count, length)
+    return tuple(
+        drawing.randrange(n * length // count, (n + 1) * length // count) for n in range(count)
+    )
+
+
+def probe_spot(
+    problem: Problem,
+    inputs: Inputs,
+    found: Found,
+    upstream: tuple[Tensor | None, Tensor | None],
+    spot: Spot,
 ) -> list[Row]:
-    """Compare the rows and columns of one probe.
+    """Compare the rows and columns of one spot.
 
     Args:
         problem, inputs: the call's; with dropout its mask must be the library's own.
-        given: what it computed.
-        place: of the probe's sequence, from ``truth.scoring.places``.
-        where: the probe; its indices are within the sequence.
+        found: what it computed.
+        upstream: dout and dlse; with neither, only the forward is looked at.
+        spot: where.
 
     Returns:
-        One row per (tensor, query head of the KV head) or (tensor, KV head), heads numbered as in the problem.
+        One row per (tensor, query head of the KV head), of dk and dv one; heads are numbered as in the problem.
     """
-    part = _Part(problem, inputs, given, place, where)
-    return [*part.rows(), *part.columns()]
+    with torch.no_grad():
+        part = _Part(problem, inputs, found, upstream, spot)
+        return [*part.rows(), *part.columns()]
 
 
 class _Part:
     """One (sequence, KV head) of a call."""
 
     def __init__(
-        self, problem: Problem, inputs: Inputs, given: Given, place: Place, where: Probe
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        found: Found,
+        upstream: tuple[Tensor | None, Tensor | None],
+        spot: Spot,
     ) -> None:
-        self.problem, self.given, self.place, self.where = problem, given, place, where
-        n, g = where.sequence, where.group
-        self.row = 0 if problem.layout == "thd" else n
+        n, g = spot.sequence, spot.group
+        self.layout, self.spot, self.found = problem.layout, spot, found
         self.heads = slice(g * problem.group_size, (g + 1) * problem.group_size)
-        self.keys = slice(g, g + 1)
-        cut, held = tile(problem, inputs, sequences=(n, n + 1), groups=(g, g + 1))
-        offset = inputs.softmax_offset
-        # A tile has no sink, as its keys are some of all. These have all keys, or lse from outside.
-        self.spec: Spec = replace(
-            cut.spec, layout="bshd", softmax=problem.spec.softmax, max_logit=False
-        )
-        self.held = replace(held, softmax_offset=None if offset is None else offset[self.heads])
-        self.extents = Extents.unpack(held.extents)
+        self.problem, self.inputs = tile(problem, inputs, sequences=(n, n + 1), groups=(g, g + 1))
+        packed = self.inputs.extents
+        self.place = Place(*([] if packed is None else packed[:, 0].tolist()))
+        self.device = inputs.q.device
+        self.rounding: Rounding = rounding_of(self.problem)
+        if found.coarse:
+            self.rounding = replace(self.rounding, ratio=1.0)
+        self.sink = None
+        if problem.spec.sink:
+            offset = inputs.softmax_offset
+            zero = torch.zeros(problem.num_heads, dtype=torch.float64, device=self.device)
+            self.sink = (zero if offset is None else offset.double())[self.heads]
+        dout, dlse = upstream
+        if dout is None and dlse is not None and found.out is not None:
+            dout = torch.zeros_like(found.out)
+        self.dout, self.dlse = dout, dlse
 
     # ------------------------------------------------------------ rows
 
     def rows(self) -> Iterator[Row]:
-        """out, lse and dq of the probed queries."""
-        at = torch.tensor(self.where.rows, device=self.given.out.device)
-        if not len(at):
+        """out, lse and dq of the chosen queries."""
+        count = len(self.spot.rows)
+        if not count:
             return
-        given, problem = self.given, self.problem
-        places = at + self.place.start_q
-        q = self._queries(self.problem_q(), places)
-        many = len(at)
-        part, held = self._problem(
-            q=q[:, None], k=self._expanded("k", many), v=self._expanded("v", many),
-            shift={"start_q": -self.extents.start_q, "length_q": 1 - self.extents.length_q,
-                   "index_q": at, "origin_q": at, "diagonal": at}, count=many,
-        )  # fmt: skip
-        held = self._hidden(held, "q", places)
-        measured = {"out": self._queries(given.out, places)}
-        if given.lse is not None:
-            measured["lse"] = self._lines(given.lse, places)[..., None]
-        dq = (given.grads or {}).get("dq")
-        if given.dout is None or dq is None:
-            found = oracle_forward(part, held, device=q.device)
-            yield from self._compare(found, measured, queries=True)
+        chosen = self._sequence(queries=self._index(self.spot.rows))
+        exact = self._rows_of(chosen, None)
+        right = True
+        for name in ("out", "lse"):
+            tensor = getattr(self.found, name)
+            if tensor is not None:
+                found = list(self._verdicts(name, self._measured(chosen, name), exact[name]))
+                right = right and all(row.passed for row in found)
+                yield from found
+        if self.found.dq is None or "dq" not in exact:
             return
-        dout = self._queries(given.dout, places)[:, None]
-        dlse = None if given.dlse is None else self._lines(given.dlse, places)[..., None]
-        wanted = Wanted(dk=False, dv=False, dbias=False, dsoftmax_offset=False)
-        forward, _ = evaluate(part, held, dout, dlse, wanted, device=q.device)
-        yield from self._compare(forward, measured, queries=True)
-        # The backward reads the out that was rounded, and its own lse.
-        lse = forward.lse if given.lse is None else self._lines(given.lse, places)[..., None]
-        pair = measured["out"][:, None].double(), lse.double()
-        grads = backward(part, held, dout, dlse, wanted, forward=pair, device=q.device)
-        yield from self._compare(grads, {"dq": self._queries(dq, places)}, queries=True)
+        measured = self._measured(chosen, "dq")
+        found = list(self._verdicts("dq", measured, exact["dq"]))
+        if not right and self.found.out is not None and not all(row.passed for row in found):
+            # From a wrong out, right is what belongs to that out.
+            given = self._rows_of(chosen, self.found.out)
+            other = self._verdicts("dq", measured, given["dq"])
+            found = [min(pair, key=lambda row: row.used) for pair in zip(found, other, strict=True)]
+        yield from found
+
+    def _rows_of(
+        self, chosen: scoring.Sequence, given: Tensor | None
+    ) -> dict[str, tuple[Tensor, Magnitude]]:
+        """The exact out, lse and dq with their magnitudes: [R, r, D], lse [R, r, 1]."""
+        heads, count = self.problem.num_heads, len(self.spot.rows)
+        sums = {"dq": Sum((1, count, heads, self.problem.head_dim_qk), self.device)}
+        gradients = self._gradients(chosen, sums)
+        out = Sum((heads, count, self.problem.head_dim_v), self.device)
+        lse = Sum((heads, count, 1), self.device)
+        for first, some in self._blocks(count, self.place.length_kv):
+            block = self._attend(chosen, first, some)
+            at = slice(None), slice(first, first + some)
+            rows = block.rows
+            out.add(at, block.out, rows.out_bound, rows.out_square)
+            lse.add(
+                at, *(x.unsqueeze(-1) for x in (block.lse, rows.lse_bound, rows.lse_square))
+            )
+            if self.dout is not None:
+                if given is not None:
+                    theirs = chosen.take_q(self._own(given))[at]
+                    block = replace(block, out=theirs, rows=_rounded(theirs, block.lse))
+                gradients.add(block, *self._upstream(chosen, at))
+        found = {name: (x.value, x.magnitude()) for name, x in (("out", out), ("lse", lse))}
+        if self.dout is not None:
+            found["dq"] = self._finished(sums["dq"])
+        return found
 
     # ------------------------------------------------------------ columns
 
     def columns(self) -> Iterator[Row]:
-        """dk and dv of the probed keys."""
-        given, many = self.given, len(self.where.columns)
-        grads = {n: x for n, x in (given.grads or {}).items() if n in ("dk", "dv")}
-        if not many or given.dout is None or not grads:
+        """dk and dv of the chosen keys."""
+        names = [name for name in ("dk", "dv") if getattr(self.found, name) is not None]
+        if not self.spot.columns or not names or self.dout is None:
             return
-        at = torch.tensor(self.where.columns, device=given.out.device)
-        places = at + self.place.start_kv
-        held = {
-            name: canonical(getattr(self.held, name), self.problem.layout)[
-                0, places[:, None]
-            ]
-            for name in ("k", "v")
-        }
-        part, inputs = self._problem(
-            q=self._expanded("q", many), **held,
-            shift={"start_kv": -self.extents.start_kv, "length_kv": 1 - self.extents.length_kv,
-                   "index_kv": at, "origin_kv": at, "diagonal": -at}, count=many,
-        )  # fmt: skip
-        inputs = self._hidden(inputs, "kv", places)
-        queries = torch.arange(self.problem.seqlen_q, device=given.out.device)
-        lse = self._lse() if given.lse is None else self._lines(given.lse, queries).t()
-        whole = {
-            "dout": self._queries(given.dout, queries),
-            "out": self._queries(given.out, queries),
-            "lse": lse,
-            "dlse": None if given.dlse is None else self._lines(given.dlse, queries).t(),
-        }
-        each = {n: None if x is None else x.expand(many, *x.shape) for n, x in whole.items()}
-        wanted = Wanted(dq=False, dbias=False, dsoftmax_offset=False, dk="dk" in grads, dv="dv" in grads)  # fmt: skip
-        found = backward(
-            part, inputs, each["dout"], each["dlse"], wanted,
-            forward=(each["out"].double(), each["lse"].double()), device=given.out.device,
-        )  # fmt: skip
-        measured = {
-            name: canonical(x, self.problem.layout)[self.row, places][:, self.keys]
-            for name, x in grads.items()
-        }
-        yield from self._compare(found, measured, queries=False)
+        chosen = self._sequence(keys=self._index(self.spot.columns))
+        dims = {"dk": self.problem.head_dim_qk, "dv": self.problem.head_dim_v}
+        sums = {n: Sum((1, len(self.spot.columns), 1, dims[n]), self.device) for n in names}
+        gradients = self._gradients(chosen, sums)
+        known = self.found.lse is not None and self.found.out is not None
+        every = chosen if known else self._sequence()
+        for first, count in self._blocks(self.place.length_q, len(every.j)):
+            at = slice(None), slice(first, first + count)
+            dout, dlse = self._upstream(every, at)
+            if known:
+                block = self._given(chosen, first, count)
+                gradients.add(block, dout, dlse)
+                continue
+            block, gradient = self._recomputed(every, self._attend(every, first, count), dout, dlse)
+            gradients.add_gradient(block, gradient, dout)
+        gradients.store()
+        for name in names:
+            tensor = canonical(getattr(self.found, name), self.layout)[self._row, self.place.keys]
+            index = self._index(self.spot.columns)
+            measured = tensor[index, self.spot.group].double().unsqueeze(0)
+            yield from self._verdicts(name, measured, self._finished(sums[name]))
 
+    def _given(self, chosen: scoring.Sequence, first: int, count: int) -> Block:
+        """A block of queries from out and lse as they were returned."""
+        at = slice(None), slice(first, first + count)
+        scores = chosen.scores(first, count)
+        out, lse = self._out[at], self._lse[at]
+        return Block(first, scores, scores.weights(lse), out, lse, _rounded(out, lse))
+
+    def _recomputed(
+        self, every: scoring.Sequence, block: Block, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Block, WeightGradient]:
+        """A block of queries over all keys, then what of it belongs to the chosen ones."""
+        weights, v = block.weights, every.v
+        dp, size = group_matmul(dout, v.mT), group_matmul(dout.abs(), v.mT.abs())
+        if weights.keep is not None:
+            dp, size = dp * weights.keep, size * weights.keep
+        dlse = torch.zeros_like(block.lse) if dlse is None else dlse
+        full = WeightGradient.of(
+            weights, block.rows, (dp, size), dout, block.out, dlse, self.rounding
+        )
+        index = self._index(self.spot.columns)
+        scores = block.scores
+        some = Scores(
+            scores.x[..., index],
+            scores.visible[..., index],
+            None if scores.slope is None else scores.slope[..., index],
+            None if scores.keep is None else scores.keep[..., index],
+            type(scores.errors)(
+                scores.errors.score[..., index],
+                None if scores.errors.slope is None else scores.errors.slope[..., index],
+            ),
+        )
+        kept = None if weights.keep is None else weights.keep[..., index]
+        part = Weights(
+            weights.p[..., index], weights.kept[..., index], kept, some.errors, weights.count
+        )
+        gradient = replace(full, weights=part, dp=dp[..., index], dp_bound=size[..., index])
+        return replace(block, scores=some, weights=part), gradient
+
+    @cached_property
+    def _out(self) -> Tensor:
+        """[R, S, Dv], as it was returned."""
+        return self._sequence().take_q(self._own(self.found.out))
+
+    @cached_property
     def _lse(self) -> Tensor:
-        """The exact lse, fp64 [R, S], where the call returned none; -inf outside the sequence."""
-        spec = replace(self.spec, layout=self.problem.layout)
-        problem = Problem.of(spec, self.held)
-        place = Place(*self.extents.pack()[:, 0].tolist())
-        device = self.held.q.device
-        whole = Whole(problem, self.held, 0, place, device)
-        heads = self.problem.group_size
-        found = torch.full((heads, self.problem.seqlen_q), -torch.inf, dtype=torch.float64, device=device)  # fmt: skip
-        sink = None
-        if spec.sink:
-            offset = self.held.softmax_offset
-            sink = torch.zeros(heads, device=device) if offset is None else offset
-            sink = sink.double().view(-1, 1)
-        step = max(1, _BLOCK // max(1, heads * place.length_kv))
-        for first in range(0, place.length_q, step):
-            count = min(step, place.length_q - first)
-            lse = whole.scores(first, count).x.logsumexp(-1)
-            if sink is not None:
-                lse = torch.logaddexp(lse, sink)
-            if whole.shown_q is not None:
-                lse = lse.masked_fill(~whole.shown_q[first : first + count], -torch.inf)
-            found[:, place.start_q + first : place.start_q + first + count] = lse
+        """[R, S], as it was returned."""
+        return self._sequence().take_row(self._own_lse(self.found.lse), -torch.inf)
+
+    # ------------------------------------------------------------ pieces
+
+    @property
+    def _row(self) -> int:
+        """The storage row of the sequence."""
+        return 0 if self.layout == "thd" else self.spot.sequence
+
+    def _index(self, places: tuple[int, ...]) -> Tensor:
+        return torch.tensor(places, dtype=torch.int64, device=self.device)
+
+    def _sequence(
+        self, queries: Tensor | None = None, keys: Tensor | None = None
+    ) -> scoring.Sequence:
+        return scoring.Sequence(
+            self.problem, self.inputs, 0, self.place, self.device, queries=queries, keys=keys
+        )
+
+    def _gradients(self, chosen: scoring.Sequence, sums: dict[str, Sum]) -> SequenceGradients:
+        found = SequenceGradients(chosen, sums, self.sink)
+        found.rounding = self.rounding
         return found
 
-    # ------------------------------------------------------------ parts of tensors
+    def _blocks(self, queries: int, keys: int) -> Iterator[tuple[int, int]]:
+        """(first, count) of blocks of queries."""
+        step = max(1, _BLOCK // max(1, self.problem.num_heads * keys))
+        for first in range(0, queries, step):
+            yield first, min(step, queries - first)
 
-    def problem_q(self) -> Tensor:
-        """All queries of the call's layout, with all heads of the probed group."""
-        return self.held.q
+    def _attend(self, sequence: scoring.Sequence, first: int, count: int) -> Block:
+        """The exact weights, out and lse of some queries."""
+        scores = sequence.scores(first, count)
+        lse, weights = scores.softmax(self.sink)
+        if sequence.shown_q is not None:
+            lse = lse.masked_fill(~sequence.shown_q[first : first + count], -torch.inf)
+        out = group_matmul(weights.kept, sequence.v)
+        rows = RowErrors.of(weights, sequence.v, out, lse, self.rounding)
+        return Block(first, scores, weights, out, lse, rows)
 
-    def _queries(self, tensor: Tensor, places: Tensor) -> Tensor:
-        """[places, R, D] of a tensor of the call, or of the part."""
-        whole = canonical(tensor, self.problem.layout)
-        row = self.row if whole.shape[0] > self.row and tensor is not self.held.q else 0
-        found = whole[row, places]
-        return found if found.shape[1] == self.problem.group_size and tensor is self.held.q else found[:, self.heads]  # fmt: skip
+    def _own(self, tensor: Tensor | None) -> Tensor:
+        """A tensor of the call, canonical, with the storage row and the heads of this part."""
+        if tensor is None:
+            raise InvalidProblem("out is None, expected a tensor")
+        found = canonical(tensor, self.layout)[:, :, self.heads]
+        return found[self._row : self._row + 1]
 
-    def _lines(self, tensor: Tensor, places: Tensor) -> Tensor:
-        """[places, R] of an lse of the call."""
-        return canonical_lse(tensor, self.problem.layout)[self.row, self.heads][:, places].t()
+    def _own_lse(self, tensor: Tensor | None) -> Tensor:
+        """[1, R, S'] of an lse of the call."""
+        if tensor is None:
+            raise InvalidProblem("lse is None, expected a tensor")
+        found = canonical_lse(tensor, self.layout)[:, self.heads]
+        return found[self._row : self._row + 1]
 
-    def _expanded(self, name: str, many: int) -> Tensor:
-        """A tensor of the part, the same for every probed row or column: [many, S, heads, D]."""
-        whole = canonical(getattr(self.held, name), self.problem.layout)
-        return whole.expand(many, *whole.shape[1:])
+    def _upstream(
+        self, sequence: scoring.Sequence, at: tuple[slice, slice]
+    ) -> tuple[Tensor, Tensor | None]:
+        """dout [R, b, Dv] and dlse [R, b] of some queries."""
+        dout = sequence.take_q(self._own(self.dout))[at]
+        if self.dlse is None:
+            return dout, None
+        return dout, sequence.take_row(self._own_lse(self.dlse), 0.0)[at]
 
-    def _hidden(self, held: Inputs, side: str, places: Tensor) -> Inputs:
-        """With the padding mask of the probed places, and the other side's for each of them."""
-        if self.problem.layout == "thd":
-            return replace(held, padding_mask_q=None, padding_mask_kv=None)
-        found = {}
-        for each in ("q", "kv"):
-            mask = getattr(self.held, f"padding_mask_{each}")
-            if mask is not None:
-                mask = mask[0, places][:, None] if each == side else mask.expand(len(places), -1)
-            found[f"padding_mask_{each}"] = mask
-        return replace(held, **found)
+    def _measured(self, chosen: scoring.Sequence, name: str) -> Tensor:
+        """[R, r, D] of a result on the query side, as it is: hidden places are not made 0."""
+        tensor, index = getattr(self.found, name), self._index(self.spot.rows)
+        if name == "lse":
+            own = self._own_lse(tensor)[0, :, self.place.queries]
+            return own[:, index].double().unsqueeze(-1)
+        return self._own(tensor)[0, self.place.queries][index].transpose(0, 1).double()
 
-    def _problem(
-        self, *, q: Tensor, k: Tensor, v: Tensor, shift: Mapping[str, Tensor], count: int
-    ) -> tuple[Problem, Inputs]:
-        """The part as ``count`` sequences, each with its extents moved; dropout is that of the one sequence."""
-        extents = {
-            name: getattr(self.extents, name).expand(count) for name in Extents.__dataclass_fields__
-        }
-        for name, by in shift.items():
-            extents[name] = (extents[name] + by).int()
-        held = self.held
-        shared = {}
-        for name in ("bias", "attention_mask"):
-            tensor = getattr(held, name)
-            if tensor is not None:
-                shared[name] = tensor.detach().expand(count, *tensor.shape[1:]) if tensor.shape[0] > 1 else tensor  # fmt: skip
-        slopes = held.alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            shared["alibi_slopes"] = slopes.expand(count, -1)
-        inputs = replace(held, q=q, k=k, v=v, extents=Extents(**extents).pack(), **shared)
-        return Problem.of(self.spec, inputs), inputs
+    def _finished(self, total: Sum) -> tuple[Tensor, Magnitude]:
+        """[R, r, D] of a gradient [1, r, R, D], its own rounding counted."""
+        own = torch.finfo(self.problem.torch_dtype).eps / self.rounding.unit
+        total.add_rounding(own, self.rounding.least)
+        size = total.magnitude()
+        bound, spread = (x[0].transpose(0, 1) for x in (size.bound, size.spread))
+        return total.value[0].transpose(0, 1), Magnitude(bound, spread)
 
-    # ------------------------------------------------------------ verdicts
-
-    def _compare(
-        self, found: OracleForward | OracleGrads, measured: Mapping[str, Tensor], *, queries: bool
+    def _verdicts(
+        self, name: str, measured: Tensor, exact: tuple[Tensor, Magnitude]
     ) -> Iterator[Row]:
-        """Judge [places, heads, D], all places as the rows of one sequence."""
-        for name, oracle in found.items():
-            if name not in measured:
-                continue
-            size = found.magnitudes[name]
-            # [many, 1, R, D]; lse [many, R, 1] as [many, R, 1].
-            exact, bound, spread = (
-                x if name == "lse" else x.squeeze(1) for x in (oracle, size.bound, size.spread)
-            )
-            problem, inputs = _stand_in(self.problem, measured[name], queries=queries, name=name)
-            forms = [_as_lse(x) if name == "lse" else x[None] for x in
-                     (measured[name].double(), exact, _TOLERANCE * bound, _TOLERANCE * spread)]  # fmt: skip
-            rows = compare(
-                problem, inputs, name, forms[0], forms[1], Magnitude(forms[2], forms[3]), forms[1]
-            )
-            base = self.heads.start if queries else self.where.group
-            for row in rows:
-                yield replace(row, sequence=self.where.sequence, head=base + (row.head or 0))
+        """One row per head of [heads, rows, dims]."""
+        oracle, size = exact
+        many = measured.shape[1]
+        if name == "lse":
+            independent = 1
+        elif name in ("dk", "dv"):
+            independent = max(1, min(many, self.place.length_q * self.problem.num_heads))
+        else:
+            independent = many
+        parts = [measured, oracle, oracle, _TOLERANCE * size.bound, _TOLERANCE * size.spread]
+        base = self.spot.group if name in ("dk", "dv") else self.heads.start
+        for row in judge(self.problem, name, parts, self.spot.sequence, independent):
+            yield replace(row, head=base + (row.head or 0))
 
 
-def _as_lse(tensor: Tensor) -> Tensor:
-    """[many, R, 1] as [1, R, many]."""
-    return tensor.squeeze(-1).t()[None]
-
-
-def _stand_in(
-    problem: Problem, measured: Tensor, *, queries: bool, name: str
-) -> tuple[Problem, Inputs]:
-    """A dense problem of one sequence with these rows, which says to ``compare`` where they are."""
-    many, heads = measured.shape[:2]
-    one = measured.new_zeros(1).to(problem.torch_dtype)
-    S, T = (many, 1) if queries else (problem.seqlen_q * problem.group_size, many)
-    q = one.expand(1, S, heads, 1)
-    k = one.expand(1, T, heads, 1)
-    spec = Spec(allow_tf32=problem.spec.allow_tf32)
-    inputs = Inputs(q, k, k)
-    del name
-    return Problem.of(spec, inputs), inputs
+def _rounded(out: Tensor, lse: Tensor) -> RowErrors:
+    """What out [R, b, Dv] and lse [R, b] may differ from those that a backward used: by their own rounding."""
+    size = torch.where(lse == -torch.inf, 0.0, lse.abs() + 1)
+    return RowErrors(size, size.square(), out.abs(), out.square())
