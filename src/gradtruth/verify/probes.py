@@ -25,6 +25,7 @@ from gradtruth.core.tensors import Inputs
 from gradtruth.core.tile import tile
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.case import Case
+from gradtruth.verify.suite.inputs import Sample
 from gradtruth.verify.truth import scoring
 from gradtruth.verify.truth.budget import Row, judge
 from gradtruth.verify.truth.gradient import Block, SequenceGradients, Sum
@@ -87,7 +88,7 @@ class Found:
 
 
 def probe(
-    case: Case,
+    case: Case | Sample,
     tensors: Mapping[str, Tensor],
     *,
     rows: int = 8,
@@ -268,9 +269,7 @@ class _Part:
             at = slice(None), slice(first, first + some)
             rows = block.rows
             out.add(at, block.out, rows.out_bound, rows.out_square)
-            lse.add(
-                at, *(x.unsqueeze(-1) for x in (block.lse, rows.lse_bound, rows.lse_square))
-            )
+            lse.add(at, *(x.unsqueeze(-1) for x in (block.lse, rows.lse_bound, rows.lse_square)))
             if self.dout is not None:
                 if given is not None:
                     theirs = chosen.take_q(self._own(given))[at]
