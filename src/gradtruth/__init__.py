@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gradtruth.core.spec import Spec
     from gradtruth.errors import CaseFormatError, InvalidProblem, UnsupportedProblem
     from gradtruth.module import DotProductAttention
+    from gradtruth.verify.capture import capture
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _HOMES = {
     "attention_backward": "gradtruth.api",
     "attention_forward": "gradtruth.api",
     "attention_with_lse": "gradtruth.api",
+    "capture": "gradtruth.verify.capture",
     "explain": "gradtruth.api",
     "use": "gradtruth.api",
     "Problem": "gradtruth.core.problem",
@@ -49,6 +51,7 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "attention_with_lse",
+    "capture",
     "explain",
     "use",
 ]

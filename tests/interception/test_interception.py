@@ -1,6 +1,7 @@
 """What a listener is told about calls of a running program, and that the program does not notice."""
 
 import functools
+import re
 import sys
 import types
 
@@ -13,9 +14,11 @@ from torch.nn import functional as F
 import gradtruth
 from gradtruth.backends import get
 from gradtruth.core.tensors import Wanted
-from gradtruth.verify.interception import Interception, Listener, intercept
+from gradtruth.errors import InvalidProblem
+from gradtruth.verify.interception import Answer, Interception, Listener, intercept
 
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
+PLAIN = F.scaled_dot_product_attention
 B, S, H, D = 2, 3, 2, 4
 
 
@@ -87,7 +90,7 @@ def test_a_name_that_a_module_took_before(heard):
     assert one.call.inputs.q.stride() == q.transpose(1, 2).stride()
     assert one.check() == {"dq", "dk", "dv"}
     assert borrowed.scaled_dot_product_attention is F.scaled_dot_product_attention
-    assert not hasattr(F.scaled_dot_product_attention, "__gradtruth__"), "put back"
+    assert F.scaled_dot_product_attention is PLAIN, "put back"
 
 
 def test_gradients_are_of_this_call_alone(heard):
@@ -130,11 +133,27 @@ def test_own_packed_buffers(heard, packed):
     heard[0].check()
 
 
-def test_what_a_call_calls_is_part_of_it(heard):
-    """Our sdpa backend calls F.scaled_dot_product_attention."""
-    with intercept(_listening(heard)):
-        gradtruth.attention(*_leaves(B, S, H, D), backend="sdpa_math").sum().backward()
-    assert [one.call.entry for one in heard] == ["gradtruth.attention"]
+FUNCTION = "tests.interception.borrowed:attend"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (_Heard, [FUNCTION]),
+        (lambda _: None, [FUNCTION]),
+        (lambda _: Answer.INSIDE, [FUNCTION, SDPA]),
+    ],
+)
+def test_what_a_call_calls_is_part_of_it(answer, expected):
+    told = []
+
+    def on_call(call):
+        told.append(call.entry)
+        return answer(call)
+
+    with intercept(on_call, functions=[FUNCTION]):
+        borrowed.attend(*_leaves(B, S, H, D))
+    assert told == expected
 
 
 def test_only_what_the_listener_wants(heard):
@@ -187,10 +206,13 @@ def test_switched_off_in_between(heard):
 def test_two_at_once(heard):
     others = []
     q, k, v = _leaves(B, S, H, D)
-    with intercept(_listening(heard)), intercept(_listening(others)):
-        gradtruth.attention(q, k, v, backend="sdpa_math").sum().backward()
+    with (
+        intercept(_listening(heard), functions=[FUNCTION]),
+        intercept(_listening(others), functions=[FUNCTION]),
+    ):
+        borrowed.attend(q, k, v).sum().backward()
     for (one,) in (heard, others):
-        assert one.call.entry == "gradtruth.attention"
+        assert one.call.entry == FUNCTION
         one.check()
 
 
@@ -234,7 +256,7 @@ def test_everything_is_put_back_in_whatever_order(first):
     assert late.borrowed is before
 
 
-def test_what_another_put_in_its_place_stays(monkeypatch):
+def test_what_another_put_in_its_place_stays(heard):
     with intercept(lambda _: None):
         ours = F.scaled_dot_product_attention
 
@@ -242,7 +264,35 @@ def test_what_another_put_in_its_place_stays(monkeypatch):
         def other(*args, **kwargs):
             return ours(*args, **kwargs)
 
-        monkeypatch.setattr(F, "scaled_dot_product_attention", other)
-    with intercept(lambda _: None):
-        assert F.scaled_dot_product_attention is not other
-    assert F.scaled_dot_product_attention is other
+        F.scaled_dot_product_attention = other
+    try:
+        with intercept(lambda _: None):
+            assert F.scaled_dot_product_attention is not other
+        assert F.scaled_dot_product_attention is other
+        # As one does who puts back what was there.
+        F.scaled_dot_product_attention = ours
+        x = _drawn(B, H, S, D)
+        with intercept(_listening(heard)):
+            F.scaled_dot_product_attention(x, x, x)
+            borrowed.scaled_dot_product_attention(x, x, x)
+        assert len(heard) == 2
+        assert F.scaled_dot_product_attention is PLAIN
+    finally:
+        F.scaled_dot_product_attention = PLAIN
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere:f", "function is 'nowhere:f', expected a module that can be imported"),
+        ("tests.interception.borrowed:nothing", "it has no 'nothing'"),
+        ("torch.nn:Module", "function is 'torch.nn:Module', expected a function, not a type"),
+        ("torch.nn:Module.train", "expected one that its module holds under a name"),
+    ],
+)
+def test_functions_that_there_are_not(name, message):
+    with (
+        pytest.raises(InvalidProblem, match=re.escape(message)),
+        intercept(print, functions=[name]),
+    ):
+        pass

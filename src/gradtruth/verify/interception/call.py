@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,7 @@ from gradtruth.core.problem import Problem
 from gradtruth.core.spec import Spec
 from gradtruth.core.tensors import Inputs
 
-__all__ = ["Call", "Listener", "Meaning", "Translation", "Unseen", "meaning_of"]
+__all__ = ["Answer", "Call", "Listener", "Meaning", "Translation", "Unseen", "meaning_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,12 @@ def versions_of(inputs: Inputs) -> tuple[int, ...]:
         for _, tensor in inputs.items()
         if isinstance(tensor, torch.Tensor)
     )
+
+
+class Answer(Enum):
+    """What ``on_call`` may say of a call beside a Listener and None."""
+
+    INSIDE = "not this one, but the calls that it makes itself"
 
 
 class Listener:

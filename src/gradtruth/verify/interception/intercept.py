@@ -10,23 +10,30 @@ from typing import Any
 
 import torch
 
-from gradtruth.verify.interception.call import Call, Listener, Translation, Unseen, versions_of
+from gradtruth.verify.interception.call import (
+    Answer,
+    Call,
+    Listener,
+    Translation,
+    Unseen,
+    versions_of,
+)
 from gradtruth.verify.interception.entry import Entry
 from gradtruth.verify.interception.layers import Layers
-from gradtruth.verify.interception.patches import Patches
+from gradtruth.verify.interception.patches import Patches, bare
 from gradtruth.verify.interception.table import ENTRIES, entry_of
 from gradtruth.verify.interception.tap import listen
 
 __all__ = ["Interception", "intercept"]
 
-OnCall = Callable[[Call], Listener | None]
+OnCall = Callable[[Call], Listener | Answer | None]
 
 _on: list[Interception] = []
 """Those that are switched on. Empty nearly always, and then an entry point costs one look at it."""
 
 
 class _Inside(threading.local):
-    """How deep in calls that one interception listens to: what these call themselves is part of them."""
+    """How deep in calls that one interception told: what these call themselves is part of them."""
 
     depth = 0
 
@@ -35,7 +42,8 @@ class Interception:
     """Open from ``open`` to ``close``; calls are told only while ``on``.
 
     Args:
-        on_call: gets every call; a Listener in return is told the rest about it.
+        on_call: gets every call; a Listener in return is told the rest about it, ``Answer.INSIDE`` asks for the calls
+            that it makes itself.
         root: only calls made by modules of this model; None is every call.
         on_unseen: gets what could not be looked at, once per entry point and reason.
         functions: "module:function" of further functions, called in the words of ``gradtruth.attention``.
@@ -51,11 +59,8 @@ class Interception:
         self._on_call, self._on_unseen = on_call, on_unseen
         self._layers = Layers(root)
         self._entries = (*map(entry_of, functions), *ENTRIES)
-        self._patches = Patches(_bare)
+        self._patches = Patches()
         self._inside = _Inside()
-        self._replaced: set[int] = set()
-        self._made: dict[int, Callable[..., Any]] = {}
-        self._is_open = False
         self._told: set[tuple[str, str]] = set()
 
     @property
@@ -65,25 +70,19 @@ class Interception:
 
     def open(self) -> None:
         """Replace the entry points of what is loaded."""
-        self._is_open = True
         shared = []
         for entry in self._entries:
             for target in entry.targets():
                 original = target.get()
-                if id(original) in self._replaced or self.made(original):
+                if self._patches.knows(original):
                     continue
-                replacement = self._wrapped(entry, original)
-                self._replaced.add(id(original))
-                self._made[id(replacement)] = replacement
+                plain = bare(original)
+                replacement = self._wrapped(entry, plain)
                 if target.shared:
-                    shared.append((original, replacement))
+                    shared += [(one, replacement) for one in {original, plain}]
                 else:
                     self._patches.put(target.owner, target.name, replacement)
         self._patches.everywhere(shared)
-
-    def made(self, function: Callable[..., Any]) -> bool:
-        """Whether this is what stands in the place of an entry point."""
-        return self._made.get(id(function)) is function
 
     def switch(self, on: bool) -> None:  # noqa: FBT001 - its only argument
         """Tell calls from now on, or no more. Entry points that were loaded since are replaced too."""
@@ -96,14 +95,7 @@ class Interception:
     def close(self) -> None:
         """Put every entry point back."""
         self.switch(False)  # noqa: FBT003
-        self._is_open = False
         self._patches.undo()
-        self._replaced.clear()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether entry points are replaced."""
-        return self._is_open
 
     def _wrapped(self, entry: Entry, original: Callable[..., Any]) -> Callable[..., Any]:
         """The entry point as it was, with an ear in front."""
@@ -115,7 +107,6 @@ class Interception:
                 return original(*args, **kwargs)
             return self._told_about(entry, original, args, kwargs)
 
-        call.__gradtruth__ = self  # type: ignore[attr-defined]
         return call
 
     def _told_about(
@@ -129,7 +120,7 @@ class Interception:
             self.unseen(Unseen(entry.name, layer, reason))
             return original(*args, **kwargs)
         meaning, operands = translation.meaning, translation.operands
-        listener = self._on_call(
+        answer = self._on_call(
             Call(
                 entry=entry.name,
                 layer=layer,
@@ -140,11 +131,13 @@ class Interception:
                 versions=versions_of(meaning.inputs),
             )
         )
-        if listener is None:
+        if answer is Answer.INSIDE:
             return original(*args, **kwargs)
         self._inside.depth += 1
         try:
-            return listen(translation, listener)
+            if isinstance(answer, Listener):
+                return listen(translation, answer)
+            return original(*args, **kwargs)
         finally:
             self._inside.depth -= 1
 
@@ -154,15 +147,6 @@ class Interception:
         if key not in self._told and self._on_unseen is not None:
             self._told.add(key)
             self._on_unseen(found)
-
-
-def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What an interception that is closed had put itself in front of: one may end before another that began later."""
-    while True:
-        owner = getattr(function, "__gradtruth__", None)
-        if not isinstance(owner, Interception) or owner.is_open or not owner.made(function):
-            return function
-        function = function.__wrapped__  # type: ignore[attr-defined]
 
 
 def _translated(

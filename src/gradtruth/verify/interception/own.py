@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from inspect import unwrap
 from typing import Any
 
 from torch import Tensor
@@ -84,19 +85,23 @@ def function(text: str) -> Entry:
     Raises:
         InvalidProblem: there is no such function.
     """
-    found = located(text)
+    found = located(text, "function")
     if not callable(found) or isinstance(found, type):
-        raise InvalidProblem(f"functions has {text!r}, which is no function")
+        raise InvalidProblem(
+            f"function is {text!r}, expected a function, not a {type(found).__name__}"
+        )
+    if not _targets(found):
+        raise InvalidProblem(
+            f"function is {text!r}, expected one that its module holds under a name"
+        )
     return Entry(text, lambda: _targets(found), _translate_words)
 
 
-def _targets(found: Any) -> Iterable[Target]:
+def _targets(found: Any) -> list[Target]:
+    """Where the function's own module has it; nowhere once it is replaced."""
     # A dict of its own stands for the module, which may be known under two names (__main__).
-    space = getattr(found, "__globals__", None)
-    name = getattr(found, "__name__", "")
-    if space is None or space.get(name) is not found:
-        return []
-    return [Target(space, name)]
+    space = getattr(unwrap(found), "__globals__", {})
+    return [Target(space, name) for name, value in list(space.items()) if value is found][:1]
 
 
 def _translate_words(
