@@ -3,16 +3,16 @@
 With dS'_ij = d loss / d (q_i . k_j) the gradient of the raw product, and P~ the weights after dropout:
 
 A: <q, dq> = <k, dk>. q and k enter the scores only through their products, so dq_i = sum_j dS'_ij k_j and
-   dk_j = sum_i dS'_ij q_i, and both sides are sum_ij dS'_ij (q_i . k_j). What happens to a product later (scale, softcap,
-   bias before or behind the scale, ALiBi, mask, softmax, sink, dropout) is in dS' and the same on both sides. Per KV
-   head, the query side summed over its group, because k_j meets every q_i of the group.
-B: <v, dv> = <out, dout>. out_i = sum_j P~_ij v_j is linear in v, so both sides are sum_ij P~_ij (dout_i . v_j). P~ may be
-   anything: dropped, short of 1 because of a sink.
+   dk_j = sum_i dS'_ij q_i, and both sides are sum_ij dS'_ij (q_i . k_j). What happens to a product later (scale,
+   softcap, bias before or behind the scale, ALiBi, mask, softmax, sink, dropout) is in dS' and the same on both sides.
+   Per KV head, the query side summed over its group, because k_j meets every q_i of the group.
+B: <v, dv> = <out, dout>. out_i = sum_j P~_ij v_j is linear in v, so both sides are sum_ij P~_ij (dout_i . v_j). P~ may
+   be anything: dropped, short of 1 because of a sink.
 C: sum_j dk_j = scale * sum_i (p_sink_i * delta_i + dlse_i) q_i. Without a softcap dS' = scale * dS, and
    dS_ij = P_ij (dP_ij - delta_i) with delta_i = sum_j P_ij dP_ij - dlse_i. So sum_j dS_ij is
-   delta_i + dlse_i - delta_i sum_j P_ij, and sum_j P_ij = 1 - p_sink_i (0 for a row without a visible key, which adds nothing). Without sink and dlse the
-   gradients of the keys add up to 0: adding a constant to every key changes no weight. A softcap weighs the terms
-   by its derivative, which voids it.
+   delta_i + dlse_i - delta_i sum_j P_ij, and sum_j P_ij = 1 - p_sink_i (0 for a row without a visible key, which adds
+   nothing). Without sink and dlse the gradients of the keys add up to 0: adding a constant to every key changes no
+   weight. A softcap weighs the terms by its derivative, which voids it.
 
 All on valid rows. They are blind to dq and dk that are zero, negated or scaled together, and A to a wrong delta or lse,
 for both sides use the same wrong dS: hence the oracle, and the probes. All sums are fp64.
@@ -22,13 +22,13 @@ the rounding of dq and dk themselves, eps |q o dq| and eps |k o dk| in quadratur
 sums and recomputed weights lose: eps_acc (1 + |x|) times the largest terms, scale |q_i| |k| w_i with
 w_i = |dout_i| |v| keep / (1 - p) + |dlse_i|. B has P rounded apart in forward and backward: eps w_i beside
 eps |out o dout| and eps |v o dv|. C has the sums of rounded dS: eps scale |q_i| w_i beside eps |dk|. |k|, |v| and |x|
-are the largest row norms and score. The sum is taken ``_DEVIATIONS`` times.
+are the largest row norms and score. The sum is taken ``_DEVIATIONS`` times; docs/watch.md has what healthy ones use.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +77,9 @@ def residuals(
     dout: Tensor,
     dlse: Tensor | None = None,
     errors: Mapping[str, Tensor] | None = None,
+    *,
+    sequences: Iterable[int] | None = None,
+    coarse: bool = False,
 ) -> Iterator[Residual]:
     """The laws that hold for a problem, for every (sequence, KV head).
 
@@ -85,29 +88,30 @@ def residuals(
         tensors: out, lse, dq, dk, dv, as far as there are any; a law without its tensors is passed over.
         dout, dlse: what the backward got.
         errors: standard deviations of the errors of these tensors, elementwise.
+        sequences: numbers of those to look at; None is all.
+        coarse: for the bounds, see ``probes.Found``.
     """
     given = {**tensors, "q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": dout}
     if dlse is not None:
         given["dlse"] = dlse
-    for n, place in enumerate(places(problem, inputs)):
-        rows = _Rows(problem, inputs, n, place)
-        parts = {name: rows.take(name, tensor) for name, tensor in given.items() if name in _SIDES}
-        spread = {
-            name: rows.take(name, tensor)
-            for name, tensor in (errors or {}).items()
-            if name in _SIDES
-        }
-        norms = _Norms.of(problem, inputs, parts)
-        for law, left, right in _PRODUCTS:
-            if {*left, *right} <= set(parts):
-                yield from _product(law, n, (left, right), parts, spread, norms)
-        if problem.spec.softcap is None and _needed_for_sum(problem, dlse) <= set(parts):
-            yield from _key_sum(problem, inputs, rows, parts, spread, norms)
+    where = places(problem, inputs)
+    for n in range(len(where)) if sequences is None else sequences:
+        for groups in _chunks(problem, where[n]):
+            rows = _Rows(problem, inputs, n, where[n], groups)
+            parts = {name: rows.take(name, x) for name, x in given.items() if name in _SIDES}
+            spread = {
+                name: rows.take(name, x) for name, x in (errors or {}).items() if name in _SIDES
+            }
+            norms = _Norms.of(problem, inputs, parts, coarse=coarse)
+            for law, left, right in _PRODUCTS:
+                if {*left, *right} <= set(parts):
+                    yield from _product(law, rows, (left, right), parts, spread, norms)
+            if problem.spec.softcap is None and _needed_for_sum(problem, dlse) <= set(parts):
+                yield from _key_sum(rows, parts, spread, norms)
 
 
-_DEVIATIONS = (
-    8.0  # of one eps; a rounding errs by 0.29 of one, and partial sums in a low dtype by more
-)
+_DEVIATIONS = 8.0  # of one eps; a rounding errs by 0.29 of one, partial sums in a low dtype by more
+_ELEMENTS = 1 << 22  # of one tensor that are looked at in one go
 _HIDING = 1e4  # a bias beyond this hides a key and rounds no score
 _LINES = ("lse", "dlse")
 _QUERY, _KEY = ("q", "dq", "out", "dout", *_LINES), ("k", "v", "dk", "dv")
@@ -123,30 +127,48 @@ def _needed_for_sum(problem: Problem, dlse: Tensor | None) -> set[str]:
     return needed
 
 
+def _chunks(problem: Problem, place: Place) -> Iterator[slice]:
+    """Ranges of KV heads that are looked at in one go."""
+    longest = max(place.length_q * problem.group_size, place.length_kv, 1)
+    step = max(1, _ELEMENTS // (longest * max(problem.head_dim_qk, problem.head_dim_v)))
+    for first in range(0, problem.num_gqa_groups, step):
+        yield slice(first, min(first + step, problem.num_gqa_groups))
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """One sequence's share of every tensor."""
+    """The share of one sequence and some KV heads of every tensor."""
 
     problem: Problem
     inputs: Inputs
     n: int
     place: Place
+    groups: slice
+
+    @property
+    def heads(self) -> slice:
+        """The query heads."""
+        size = self.problem.group_size
+        return slice(self.groups.start * size, self.groups.stop * size)
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
         """fp64 [G, R * S, D] on the query side, [G, T, D] on the key side, 0 where hidden; lse has one channel."""
         problem = self.problem
         row = 0 if problem.layout == "thd" else self.n
         at = self.place.keys if name in _KEY else self.place.queries
+        heads = self.groups if name in _KEY else self.heads
         if name in _LINES:
-            part = canonical_lse(tensor, problem.layout)[row, :, at].unsqueeze(-1)
+            part = canonical_lse(tensor, problem.layout)[row, heads, at].unsqueeze(-1)
         else:
-            part = canonical(tensor, problem.spec.layout)[row, at].transpose(0, 1)
+            part = canonical(tensor, problem.spec.layout)[row, at, heads].transpose(0, 1)
         side = "kv" if name in _KEY else "q"
         mask = getattr(self.inputs, f"padding_mask_{side}")
         part = part.double()
         if mask is not None and problem.layout != "thd":
             part = part.masked_fill(mask[self.n, at].view(1, -1, 1), 0.0)
-        return part.reshape(problem.num_gqa_groups, -1, part.shape[-1])
+        many = self.groups.stop - self.groups.start
+        length = part.shape[1] * (part.shape[0] // many)
+        return part.reshape(many, length, part.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +189,11 @@ class _Norms:
     query: Tensor
 
     @staticmethod
-    def of(problem: Problem, inputs: Inputs, parts: Mapping[str, Tensor]) -> _Norms:
+    def of(
+        problem: Problem, inputs: Inputs, parts: Mapping[str, Tensor], *, coarse: bool
+    ) -> _Norms:
         spec, rounding = problem.spec, rounding_of(problem)
+        ratio = 1.0 if coarse else rounding.ratio
         size = {name: parts[name].norm(dim=-1) for name in ("q", "k", "v", "dout")}
         most = {name: _largest(size[name]) for name in ("q", "k", "v")}
         score = abs(problem.scale) * most["q"] * most["k"]
@@ -183,7 +208,7 @@ class _Norms:
             weight = weight + parts["dlse"].abs().squeeze(-1)
         return _Norms(
             eps=rounding.unit,
-            fine=rounding.unit * rounding.ratio * (1.0 + score),
+            fine=rounding.unit * ratio * (1.0 + score),
             key=most["k"],
             row=weight.norm(dim=-1),
             query=abs(problem.scale) * (size["q"] * weight).norm(dim=-1),
@@ -197,7 +222,7 @@ def _largest(rows: Tensor) -> Tensor:
 
 def _product(
     law: str,
-    n: int,
+    rows: _Rows,
     sides: tuple[tuple[str, str], tuple[str, str]],
     parts: Mapping[str, Tensor],
     spread: Mapping[str, Tensor],
@@ -217,18 +242,17 @@ def _product(
             if mine in spread:
                 variance = variance + (spread[mine] * parts[other]).square().sum((1, 2))
     value = (sums[0] - sums[1]).abs()
-    yield from _heads(law, n, value, sizes[0] + sizes[1], variance.sqrt(), bound)
+    yield from _heads(law, rows, value, sizes[0] + sizes[1], variance.sqrt(), bound)
 
 
 def _key_sum(
-    problem: Problem,
-    inputs: Inputs,
     rows: _Rows,
     parts: Mapping[str, Tensor],
     spread: Mapping[str, Tensor],
     norms: _Norms,
 ) -> Iterator[Residual]:
     """|sum_j dk_j - scale * sum_i (p_sink_i * delta_i + dlse_i) q_i| per KV head."""
+    problem, inputs = rows.problem, rows.inputs
     expected: Tensor | float = 0.0
     line = parts.get("dlse")
     if problem.spec.sink or line is not None:
@@ -238,7 +262,11 @@ def _key_sum(
             sink = torch.zeros(problem.num_heads, dtype=torch.float64)
             if inputs.softmax_offset is not None:
                 sink = inputs.softmax_offset.double()
-            logit = sink.to(taken.device).repeat_interleave(rows.place.length_q).view_as(taken)
+            logit = (
+                sink.to(taken.device)[rows.heads]
+                .repeat_interleave(rows.place.length_q)
+                .view_as(taken)
+            )
             delta = (parts["out"] * parts["dout"]).sum(-1, keepdim=True)
             delta = delta if line is None else delta - line
             seen = parts["out"].abs().amax(-1, keepdim=True) > 0
@@ -252,13 +280,13 @@ def _key_sum(
     if "dk" in spread:
         rounding = spread["dk"].square().sum((1, 2)).sqrt()
     bound = norms.eps * parts["dk"].norm(dim=(1, 2)) + (norms.eps + norms.fine) * norms.query
-    yield from _heads("C", rows.n, value, size, rounding, bound)
+    yield from _heads("C", rows, value, size, rounding, bound)
 
 
 def _heads(
-    law: str, n: int, value: Tensor, size: Tensor, rounding: Tensor, bound: Tensor
+    law: str, rows: _Rows, value: Tensor, size: Tensor, rounding: Tensor, bound: Tensor
 ) -> Iterator[Residual]:
     """One residual per KV head, from [G] each."""
     columns = (value, size, rounding.to(value).expand_as(value), _DEVIATIONS * bound)
     for head, found in enumerate(torch.stack(columns, 1).tolist()):
-        yield Residual(law, n, head, *found)
+        yield Residual(law, rows.n, rows.groups.start + head, *found)

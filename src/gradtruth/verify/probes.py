@@ -146,7 +146,7 @@ def spots(
     for name, value in (("rows", rows), ("columns", columns), ("heads", heads)):
         if value is not None and value < 0:
             raise InvalidProblem(f"{name} is {value}, expected 0 or more")
-    drawing = random.Random(seed)  # noqa: S311 - no secret
+    drawing = random.Random(seed)
     pairs = [
         (n, g)
         for n, place in enumerate(where)
