@@ -1,8 +1,8 @@
-"""Faults that begin in a training run are found, and named: layer, step, tensor. Healthy runs are silent, bit for bit."""
+"""Faults that begin in a training run are found and named; healthy runs are silent, bit for bit."""
 
-import torch
 import pytest
-from tests.watch.training import PLAIN, Fault, Model, sdpa, train
+import torch
+from tests.watch.training import Fault, Model, sdpa, train
 from torch.nn import functional as F
 
 import gradtruth
@@ -37,7 +37,6 @@ GRADIENTS = {
     "a batch mix-up": (rolled_delta, ["dq", "dk"]),
     "dv of the neighbour": (lambda q, k, v: (q, k, v.roll(1, 0)), ["dv"]),
     "dv of one key is lost": (lambda q, k, v: (q, k, at(v, (..., 3, slice(None)), 0)), ["dv"]),
-    "NaN in one dq": (lambda q, k, v: (at(q, (1, 0, 5), float("nan")), k, v), ["dq"]),
 }
 
 
@@ -80,6 +79,40 @@ def test_wrong_forward_of_sdpa(monkeypatch, change, tensors):
     """Its gradients are right: nothing is said of them."""
     found = watched(monkeypatch, Fault(out=change), causal)
     assert {(one.step, one.tensor) for one in found.findings} == {(4, each) for each in tensors}
+
+
+def test_what_follows_from_a_nan_is_not_judged(monkeypatch):
+    """The last layer's dq holds a NaN; the layer below gets it with its dout, and all of the next step is NaN."""
+    fault = Fault(grads=lambda q, k, v: (at(q, (1, 0, 5), float("nan")), k, v))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", fault)
+    torch.manual_seed(0)
+    model = Model(causal)
+    with gradtruth.watch(model, every=1, heads=6, on_finding=lambda _: None) as found:
+        train(model, 3, then=lambda step: setattr(fault, "on", step == 1))
+    assert [(one.step, one.layer, one.tensor) for one in found.findings] == [(1, "layers.1", "dq")]
+    assert "NaN" in found.findings[0].text
+    reasons = [
+        f"{name} holds NaN or Inf: what follows from it is not judged" for name in ("dout", "q")
+    ]
+    assert dict(found.record.not_reached) == {reasons[0]: 1, reasons[1]: 2}
+
+
+def test_a_loss_scale_that_is_too_large_for_fp16():
+    """Infinite gradients are then right, and what GradScaler looks for."""
+    found = {}
+    for scale in (1.0, 2.0**22):
+        q, k, v = (
+            torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(n))
+            .half()
+            .requires_grad_()
+            for n in range(3)
+        )
+        with gradtruth.watch(None, every=1, heads=2, rows=16, columns=16) as watching:
+            (F.scaled_dot_product_attention(q, k, v).float().sum() * scale).backward()
+        found[scale] = k.grad.isfinite().all(), watching
+        assert watching.findings == []
+    assert found[1.0][0]
+    assert not found[2.0**22][0]
 
 
 # ---------------------------------------------------------------- our module, every kind of problem
@@ -224,7 +257,9 @@ def test_healthy_training_is_silent_and_computes_the_same_bits(name, dtype):
     assert not found.record.unconfirmed
     reasons = list(found.record.not_reached)
     assert reasons == (
-        ["dropout_p is 0.2, and which weights were dropped is not known: the laws are looked at, no probe is"]
+        [
+            "dropout_p is 0.2, and which weights were dropped is not known: the laws are looked at, no probe is"
+        ]
         if name == "dropout of sdpa"
         else []
     )
@@ -250,4 +285,3 @@ def test_default_warns_once_per_layer_and_tensor(monkeypatch):
         train(model, 3)
     assert len(found.findings) == 3
     assert [str(one.message) for one in told] == [str(found.findings[0])]
-    assert PLAIN is not fault

@@ -5,8 +5,8 @@ without an lse the rows that it is summed over must be computed too, O(S T D) fo
 during training, where the whole oracle cannot.
 
 The verdict is that of ``truth.budget`` on these rows: the oracle's own bound and spread with the same four tests,
-without a yardstick and with ``_TOLERANCE`` times the rounding that they predict instead. ``docs/watch.md`` has its
-calibration: how much of it healthy attention uses, and the smallest factor that is found.
+without a yardstick, and with ``_TOLERANCE`` times the rounding that they predict instead. ``docs/watch.md`` has the
+calibration: how much of this healthy attention uses, and the smallest factor that is found.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ from gradtruth.verify.truth.scoring import Place, Scores, places
 __all__ = ["Found", "Spot", "probe", "probe_spot", "spots", "whole"]
 
 _TOLERANCE = 2.0
+_TOLERANCE_FINE = (
+    3.0  # where sums round as coarsely as results, so that rows err less independently
+)
+_LARGEST = 65504.0  # of fp16
 _BLOCK = 1 << 18  # elements of one [R, block, T] tensor
 
 
@@ -446,10 +450,31 @@ class _Part:
             independent = max(1, min(many, self.place.length_q * self.problem.num_heads))
         else:
             independent = many
-        parts = [measured, oracle, oracle, _TOLERANCE * size.bound, _TOLERANCE * size.spread]
+        keep = self._numbers(measured, size)
+        times = _TOLERANCE if self.rounding.ratio < 1.0 else _TOLERANCE_FINE
+        parts = [measured, oracle, oracle, times * size.bound, times * size.spread]
         base = self.spot.group if name in ("dk", "dv") else self.heads.start
         for row in judge(self.problem, name, parts, self.spot.sequence, independent):
-            yield replace(row, head=base + (row.head or 0))
+            if keep[row.head or 0]:
+                yield replace(row, head=base + (row.head or 0))
+
+    def _numbers(self, measured: Tensor, size: Magnitude) -> list[bool]:
+        """Per head: not merely too large for fp16, as gradients are where a loss scale is too large."""
+        if self.problem.torch_dtype != torch.float16:
+            return [True] * measured.shape[0]
+        lost = ~measured.isfinite() & ((size.bound >= _LARGEST) | self._large_products)
+        return (~lost.flatten(1).any(1)).tolist()
+
+    @cached_property
+    def _large_products(self) -> bool:
+        """dP or dS, which some round to the input's dtype, may be too large for fp16."""
+        if self.dout is None:
+            return False
+        every = self._sequence()
+        dout = every.take_q(self._own(self.dout)).abs()
+        if not dout.numel() or not every.v.numel():
+            return False
+        return bool(4 * dout.sum(-1).max() * every.v.abs().max() >= _LARGEST)
 
 
 def _rounded(out: Tensor, lse: Tensor) -> RowErrors:

@@ -8,6 +8,6 @@ print(watched.summary())
 from __future__ import annotations
 
 from gradtruth.verify.watch.finding import Finding, WrongAttention, WrongAttentionWarning
-from gradtruth.verify.watch.watch import Watch, watch
+from gradtruth.verify.watch.sentinel import Watch, watch
 
 __all__ = ["Finding", "Watch", "WrongAttention", "WrongAttentionWarning", "watch"]

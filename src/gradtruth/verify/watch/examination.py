@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gradtruth.core.layout import canonical
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.interception.call import Meaning
 from gradtruth.verify.laws import Residual, residuals
-from gradtruth.verify.probes import Found, probe_spot, spots, whole
+from gradtruth.verify.probes import Found, Spot, probe_spot, spots, whole
 from gradtruth.verify.truth.budget import Row
-from gradtruth.verify.truth.scoring import places
+from gradtruth.verify.truth.scoring import Place, places
 
 __all__ = ["Effort", "Wrong", "examine"]
 
@@ -70,10 +71,12 @@ class Answer:
     Attributes:
         wrong: per tensor.
         unconfirmed: laws that do not hold where every tensor is within its budget.
+        not_reached: reasons why some of it was not looked at.
     """
 
     wrong: tuple[Wrong, ...] = ()
     unconfirmed: tuple[str, ...] = ()
+    not_reached: tuple[str, ...] = ()
 
 
 def examine(
@@ -100,33 +103,59 @@ def examine(
         coarse: see ``probes.Found``.
     """
     problem, inputs = meaning.problem, meaning.inputs
-    where = places(problem, inputs)
-    found = Found.of(tensors, coarse=coarse)
-    rows: list[Row] = []
+    where, drawing = places(problem, inputs), random.Random(seed)
+    found, given = Found.of(tensors, coarse=coarse), dict(tensors)
+    some = [n for n, place in enumerate(where) if place.length_q and place.length_kv]
+    if effort.sequences < len(some):
+        some = sorted(drawing.sample(some, effort.sequences))
+    drawn: list[Spot] = []
     if meaning.known_dropout:
         drawn = spots(
             problem, where, rows=effort.rows, columns=effort.columns, heads=effort.heads, seed=seed
         )
-        for spot in drawn:
+    numbers = {
+        n: _unreadable(meaning, upstream, n, where[n])
+        for n in {*some, *(s.sequence for s in drawn)}
+    }
+    rows: list[Row] = []
+    for spot in drawn:
+        if not numbers[spot.sequence]:
             rows += probe_spot(problem, inputs, found, upstream, spot)
-    some = [n for n, place in enumerate(where) if place.length_q and place.length_kv]
-    if effort.sequences < len(some):
-        some = sorted(random.Random(seed).sample(some, effort.sequences))
-    given = {name: x for name, x in tensors.items() if x is not None}
-    broken = [
-        each
-        for each in residuals(problem, inputs, given, *upstream, sequences=some, coarse=coarse)
-        if not each.holds
-    ]
+    readable = [n for n in some if not numbers[n]]
+    laws = residuals(problem, inputs, given, *upstream, sequences=readable, coarse=coarse)
+    broken = [each for each in laws if not each.holds]
+    reasons = tuple(sorted(set(filter(None, numbers.values()))))
     if not meaning.known_dropout:
-        return Answer(tuple(_by_law(broken)))
+        return Answer(tuple(_by_law(broken)), not_reached=reasons)
     unconfirmed = []
-    for (n, g), laws in _suspects(broken, effort.suspects):
+    for (n, g), off in _suspects(broken, effort.suspects):
         judged = probe_spot(problem, inputs, found, upstream, whole(where, n, g))
         rows += judged
         if all(row.passed for row in judged):
-            unconfirmed += [_of_law(each) for each in laws]
-    return Answer(tuple(_by_tensor(rows)), tuple(unconfirmed))
+            unconfirmed += [_of_law(each) for each in off]
+    return Answer(tuple(_by_tensor(rows)), tuple(unconfirmed), reasons)
+
+
+def _unreadable(
+    meaning: Meaning, upstream: tuple[Tensor, Tensor | None], n: int, place: Place
+) -> str:
+    """Which of its operands in a sequence is no number, so that nothing can be said of what comes of it."""
+    layout, inputs = meaning.problem.layout, meaning.inputs
+    row = 0 if layout == "thd" else n
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": upstream[0]}
+    for name, tensor in given.items():
+        side, at = ("kv", place.keys) if name in "kv" else ("q", place.queries)
+        part = canonical(tensor, layout)[row, at]
+        mask = None if layout == "thd" else getattr(inputs, f"padding_mask_{side}")
+        if mask is not None:
+            part = part[~mask[n, at]]
+        if not bool(part.isfinite().all()):
+            return f"{name} holds NaN or Inf: what follows from it is not judged"
+    if inputs.bias is not None and bool(
+        (inputs.bias.isnan() | (inputs.bias == float("inf"))).any()
+    ):
+        return "bias holds NaN or Inf: what follows from it is not judged"
+    return ""
 
 
 def _suspects(broken: list[Residual], most: int) -> list[tuple[tuple[int, int], list[Residual]]]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from gradtruth.verify.capture.selection import Place
+from gradtruth.verify.capture.tally import Tally
 from gradtruth.verify.interception import Call
 from gradtruth.verify.watch.examination import Answer
 from gradtruth.verify.watch.finding import Finding
@@ -29,6 +30,7 @@ class Record:
         not_reached: reasons to numbers of calls.
         unconfirmed: laws that did not hold where every tensor is within its budget.
         compiled: modules that torch.compile made.
+        unsaved: why wrong calls were not written.
     """
 
     def __init__(self) -> None:
@@ -38,12 +40,15 @@ class Record:
         self.not_reached: Counter[str] = Counter()
         self.unconfirmed: Counter[str] = Counter()
         self.compiled: tuple[str, ...] = ()
+        self.unsaved = Tally()
 
     def see(self, place: Place, call: Call, answer: Answer) -> None:
         """A call was looked at."""
         self.calls[place.layer, place.entry] += 1
         if not call.known_dropout:
             self.pass_over(LAWS_ONLY.format(call.spec.dropout_p))
+        for reason in answer.not_reached:
+            self.pass_over(reason)
         for text in answer.unconfirmed:
             self.unconfirmed[text.partition(" is off")[0]] += 1
 
@@ -79,6 +84,8 @@ class Record:
             yield f"WRONG: {finding}"
         if self.found > _LISTED:
             yield f"and {self.found - _LISTED} more findings"
+        for reason, count in (self.unsaved.dropped + self.unsaved.skipped).items():
+            yield f"not written, {count} times: {reason}"
         for law, count in self.unconfirmed.items():
             yield f"{law} did not hold {count} times where every tensor is within its budget"
         for reason, count in self.not_reached.most_common():

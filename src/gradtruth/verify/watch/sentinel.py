@@ -63,6 +63,8 @@ class Watch:
         seed: int,
     ) -> None:
         self.record = Record()
+        if saved is not None:
+            self.record.unsaved = saved.tally
         self._where, self._effort, self._seed = where, effort, seed
         self._on_finding, self._saved = on_finding, saved
         self._lock = threading.RLock()
