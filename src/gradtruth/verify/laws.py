@@ -11,8 +11,9 @@ B: <v, dv> = <out, dout>. out_i = sum_j P~_ij v_j is linear in v, so both sides 
 C: sum_j dk_j = scale * sum_i (p_sink_i * delta_i + dlse_i) q_i. Without a softcap dS' = scale * dS, and
    dS_ij = P_ij (dP_ij - delta_i) with delta_i = sum_j P_ij dP_ij - dlse_i. So sum_j dS_ij is
    delta_i + dlse_i - delta_i sum_j P_ij, and sum_j P_ij = 1 - p_sink_i. A row without a visible key adds nothing: with
-   a sink p_sink is 1 and delta -dlse, without one lse is -inf, and it is left out. Without sink and dlse the gradients of the keys add up to 0: adding a constant to every key changes no
-   weight. A softcap weighs the terms by its derivative, which voids it.
+   a sink p_sink is 1 and delta -dlse, without one lse is -inf, and it is left out. Without sink and dlse the gradients
+   of the keys add up to 0: adding a constant to every key changes no weight. A softcap weighs the terms by its
+   derivative, which voids it.
 
 All on valid rows. They are blind to dq and dk that are zero, negated or scaled together, and A to a wrong delta or lse,
 for both sides use the same wrong dS: hence the oracle, and the probes. All sums are fp64.

@@ -43,7 +43,7 @@ class Effort:
     rows: int = 8
     columns: int = 8
     heads: int = 1
-    sequences: int = 4
+    sequences: int = 8
     suspects: int = 2
 
     def __post_init__(self) -> None:

@@ -268,7 +268,7 @@ def watch(  # noqa: PLR0913 - the public boundary, where each is a keyword of it
     rows: int = 8,
     columns: int = 8,
     heads: int = 1,
-    sequences: int = 4,
+    sequences: int = 8,
     on_finding: OnFinding = "warn",
     save: str | os.PathLike[str] | None = None,
     max_cases: int = 8,
