@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradtruth.errors import CaseFormatError, InvalidProblem, UnsupportedProblem
     from gradtruth.module import DotProductAttention
     from gradtruth.verify.capture import capture
+    from gradtruth.verify.watch import watch
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ _HOMES = {
     "capture": "gradtruth.verify.capture",
     "explain": "gradtruth.api",
     "use": "gradtruth.api",
+    "watch": "gradtruth.verify.watch",
     "Problem": "gradtruth.core.problem",
     "Spec": "gradtruth.core.spec",
     "CaseFormatError": "gradtruth.errors",
@@ -54,6 +56,7 @@ __all__ = [
     "capture",
     "explain",
     "use",
+    "watch",
 ]
 
 

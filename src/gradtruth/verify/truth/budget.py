@@ -21,7 +21,7 @@ from gradtruth.errors import InvalidProblem
 from gradtruth.verify.truth.rounding import Magnitude, rounding_of
 from gradtruth.verify.truth.scoring import Place, places
 
-__all__ = ["Norms", "Row", "Share", "Summary", "compare", "eps_of", "summarise"]
+__all__ = ["Norms", "Row", "Share", "Summary", "compare", "eps_of", "judge", "summarise"]
 
 _FACTOR = 2.0  # of the yardstick's error
 _C_ELEMENT = 1.0  # of bound
@@ -273,18 +273,39 @@ def compare(
         )
     tensors = [t.to(device, torch.float64) for t in tensors]
     where = places(problem, inputs)
-    eps = eps_of(problem, name)
-    rounding = rounding_of(problem)
-    sums = (_C_CUT if rounding.cut else _C_SUMS) * rounding.unit * rounding.ratio
-    exact = -math.inf if name in _MINUS_INF else 0.0
-    limit = _limit(problem, name)
     rows = []
     for sequence, parts in _split(problem, name, tensors, where):
         if parts[0].numel():
             independent = _independent(problem, name, where, sequence, parts[0].shape[1])
-            part = _clean(sequence, parts, (eps, rounding.cut), (exact, limit))
-            rows += _judge(name, part, (eps, sums), independent)
-    return rows + _outside(problem, name, tensors[0], where, exact)
+            rows += judge(problem, name, parts, sequence, independent)
+    return rows + _outside(problem, name, tensors[0], where, _exact(name))
+
+
+def judge(
+    problem: Problem, name: str, parts: list[Tensor], sequence: int | None, independent: int
+) -> list[Row]:
+    """Judge some rows of one tensor in one sequence.
+
+    Args:
+        problem: what was computed.
+        name: as for ``compare``.
+        parts: fp64 [heads, rows, dims] each: measured, oracle, yardstick, bound, spread.
+        sequence: for the answer.
+        independent: how many of the rows at most have errors of their own.
+
+    Returns:
+        One row per head.
+    """
+    rounding, eps = rounding_of(problem), eps_of(problem, name)
+    sums = (_C_CUT if rounding.cut else _C_SUMS) * rounding.unit * rounding.ratio
+    known = _exact(name), _limit(problem, name)
+    part = _clean(sequence, parts, (eps, rounding.cut), known)
+    return _judge(name, part, (eps, sums), independent)
+
+
+def _exact(name: str) -> float:
+    """What a place holds to which nothing contributes."""
+    return -math.inf if name in _MINUS_INF else 0.0
 
 
 def _split(
