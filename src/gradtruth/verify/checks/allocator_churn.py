@@ -72,8 +72,9 @@ def _churn(subject: Subject, fill: float, dtype: torch.dtype) -> None:
 
 
 def _release(device: torch.device) -> None:
-    gc.collect()
+    """Give back what no tensor holds. On a CPU there is nothing to give back."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 

@@ -39,13 +39,13 @@ _WELL_ABOVE = 8.0  # cosine and norm ratio mean something over this many eps * s
 
 _QUERY_SIDE = ("out", "dq")
 _KEY_SIDE = ("dk", "dv")
-_MINUS_INF = ("lse", "max_logit")  # where -inf is a value like 0 in the others, and fp32 at least
+MINUS_INF = ("lse", "max_logit")  # where -inf is a value like 0 in the others, and fp32 at least
 
 
 def eps_of(problem: Problem, name: str) -> float:
     """The eps in which the magnitudes of a tensor are counted; twice that for fp64, as the oracle rounds too."""
     rounding = rounding_of(problem)
-    eps = rounding.unit * (rounding.ratio if name in _MINUS_INF else 1.0)
+    eps = rounding.unit * (rounding.ratio if name in MINUS_INF else 1.0)
     return 2.0 * eps if problem.dtype == "float64" else eps
 
 
@@ -274,7 +274,7 @@ def compare(
     eps = eps_of(problem, name)
     rounding = rounding_of(problem)
     sums = _C_SUMS * rounding.unit * rounding.ratio
-    exact = -math.inf if name in _MINUS_INF else 0.0
+    exact = -math.inf if name in MINUS_INF else 0.0
     rows = []
     for sequence, parts in _split(problem, name, tensors, where):
         if parts[0].numel():
