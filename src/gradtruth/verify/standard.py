@@ -171,7 +171,12 @@ class Standard:
         )
 
     def is_plain(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor holds numbers only, and nothing where nothing contributes: ``apart`` itself it is right."""
+        """Whether a tensor holds numbers only, and 0 where nothing contributes: then nothing sets it apart from itself.
+
+        Args:
+            name: of the tensor.
+            tensor: a result, on the case's device.
+        """
         if name in budget.MINUS_INF:
             return bool((tensor < torch.inf).all())
         if name not in self._nothing:

@@ -37,9 +37,12 @@ def print_matrix(found: Matrix, run: Run, stream: TextIO, *, saved: Path | None 
         )
     versions = ", ".join(f"{name} {value}" for name, value in run.facts.items() if name in _FACTS)
     stream.write(f"\n{conclusion(run.rows)}\n{versions}\n")
+    if "seconds" in run.facts:
+        compiling = run.facts.get("seconds_compiling", 0)
+        stream.write(f"{run.facts['seconds']} s, of which compiling {compiling} s\n")
 
 
-_FACTS = ("device", "gpu", "torch", "cuda", "cudnn", "triton", "gradtruth", "seconds")
+_FACTS = ("device", "gpu", "torch", "cuda", "cudnn", "triton", "gradtruth")
 
 
 def matrix_lines(found: Matrix) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -21,7 +21,7 @@ from gradtruth.errors import InvalidProblem
 from gradtruth.verify.truth.rounding import Magnitude, rounding_of
 from gradtruth.verify.truth.scoring import Place, places
 
-__all__ = ["Norms", "Row", "Share", "Summary", "compare", "eps_of", "summarise"]
+__all__ = ["MINUS_INF", "Norms", "Row", "Share", "Summary", "compare", "eps_of", "summarise"]
 
 _FACTOR = 2.0  # of the yardstick's error
 _C_ELEMENT = 1.0  # of bound
