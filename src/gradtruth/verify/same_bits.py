@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["all_same_bits", "as_integers", "same_bits"]
+__all__ = ["all_same_bits", "as_integers", "on_host", "same_bits"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,6 +32,10 @@ def all_same_bits(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
             found.append(same_bits(a, b))
         else:
             found.append((as_integers(a) == as_integers(b)).all())
-    flags = [flag for flag in found if isinstance(flag, Tensor)]
-    known = iter(torch.stack(flags).tolist() if flags else [])
+    known = iter(on_host([flag for flag in found if isinstance(flag, Tensor)]))
     return [flag if isinstance(flag, bool) else next(known) for flag in found]
+
+
+def on_host(flags: Sequence[Tensor]) -> list[bool]:
+    """Bools of one device, for which the host waits once."""
+    return torch.stack(list(flags)).tolist() if flags else []

@@ -170,18 +170,21 @@ class Standard:
             torch.where(other.isfinite(), other + drift, other),
         )
 
-    def is_plain(self, name: str, tensor: Tensor) -> bool:
+    def is_plain(self, name: str, tensor: Tensor) -> Tensor:
         """Whether a tensor holds numbers only, and 0 where nothing contributes: then nothing sets it apart from itself.
 
         Args:
             name: of the tensor.
             tensor: a result, on the case's device.
+
+        Returns:
+            A bool on that device, so that the host can wait for several at once.
         """
         if name in budget.MINUS_INF:
-            return bool((tensor < torch.inf).all())
+            return (tensor < torch.inf).all()
         if name not in self._nothing:
             self._nothing[name] = (self.own.magnitudes[name].bound == 0).to(tensor.device)
-        return bool((tensor.isfinite() & ~(self._nothing[name] & (tensor != 0))).all())
+        return (tensor.isfinite() & ~(self._nothing[name] & (tensor != 0))).all()
 
     @cached_property
     def _truth(self) -> _Truth:

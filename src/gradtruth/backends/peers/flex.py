@@ -192,13 +192,14 @@ def _mods(problem: Problem, inputs: Inputs, places: Places, visible: Tensor | No
 
 
 def _table_mod(visible: Tensor) -> tuple[_MaskMod, tuple[Tensor, ...]]:
-    """A mask_mod that reads bool [B', 1|H, S, T]."""
-    per_head = visible.shape[1] > 1
+    """A mask_mod that reads bool [B', 1|H, S, T]; an index of four would take vmap several times as long."""
+    _, heads, rows, columns = visible.shape
 
     def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor, table: Tensor) -> Tensor:
-        return table[b, h if per_head else h * 0, m, n]
+        at = ((b * heads + h if heads > 1 else b) * rows + m) * columns + n
+        return table.index_select(0, at.view(1)).view(())
 
-    return mask_mod, (visible,)
+    return mask_mod, (visible.flatten(),)
 
 
 def _mask_mod(

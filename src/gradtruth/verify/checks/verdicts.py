@@ -10,7 +10,7 @@ from gradtruth.verify.checks.check import Judged, NotReached
 from gradtruth.verify.checks.subject import Subject
 from gradtruth.verify.error_map import error_map
 from gradtruth.verify.findings import ErrorMap, Kind
-from gradtruth.verify.same_bits import all_same_bits, as_integers
+from gradtruth.verify.same_bits import all_same_bits, as_integers, on_host
 from gradtruth.verify.standard import Scale, measured
 from gradtruth.verify.trial import Trial
 from gradtruth.verify.truth import budget
@@ -60,8 +60,11 @@ def differences(
         if name in found and name in expected
     ]
     alike = all_same_bits((found[name], expected[name]) for name in asked)
-    for name, equal in zip(asked, alike, strict=True):
-        if equal and subject.standard.is_plain(name, found[name]):
+    equal = [name for name, same in zip(asked, alike, strict=True) if same]
+    plain = on_host([subject.standard.is_plain(name, found[name]) for name in equal])
+    nothing = {name for name, is_plain in zip(equal, plain, strict=True) if is_plain}
+    for name in asked:
+        if name in nothing:
             continue
         rows = [
             row
