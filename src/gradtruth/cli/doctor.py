@@ -67,9 +67,7 @@ def doctor(
             "By default as many as there are cores, up to 16 on a GPU.",
         ),
     ] = -1,
-    patience: Annotated[
-        float, typer.Option(min=1, help="Seconds for one process.")
-    ] = 600.0,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds for one process.")] = 600.0,
     list_: Annotated[
         bool, typer.Option("--list", help="Print the programme and its checks, and exit.")
     ] = False,
@@ -146,7 +144,9 @@ def _together(
 
 def _shared_out(how: Apart, where: torch.device) -> Apart:
     """As many processes as suit the device."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     jobs = min(cores, _MOST_ON_A_GPU) if where.type == "cuda" else cores
     return replace(how, jobs=jobs, threads=1)
 

@@ -221,9 +221,7 @@ class Standard:
 
     def _scale(self, truth: _Truth, found: Mapping[str, Tensor]) -> Scale:
         yardstick = {
-            name: found[name].to(self.where)
-            if name in found
-            else torch.full_like(value, torch.nan)
+            name: found[name].to(self.where) if name in found else torch.full_like(value, torch.nan)
             for name, value in truth.values.items()
         }
         return Scale(truth.values, truth.magnitudes, yardstick)

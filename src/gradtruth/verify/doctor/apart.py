@@ -1,7 +1,8 @@
 """Backends examined apart, in processes of their own: one that breaks the device or hangs ends only its own part.
 
-No process ever examines two backends. A backend's programme is cut into a few parts, which are dealt to as many processes
-as suit the machine; what results are held against is computed once, before, in processes that run no such backend.
+No process ever examines two backends. A backend's programme is cut into a few parts, which are dealt to as many
+processes as suit the machine; what results are held against is computed once, before, in processes that run no such
+backend.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gradtruth.backends import get
 from gradtruth.verify.checks import named
 from gradtruth.verify.doctor.programme import PROGRAMME
 from gradtruth.verify.doctor.worker import Part, examine_part, prepare_item
@@ -174,7 +176,9 @@ class _Deal:
             code = self._run(examine_part, (part,))
         rows, step, compiling = _written(part.target)
         self.clock.add(time.perf_counter() - start, compiling)
-        if once and len(parts_of(part.backend, self.how)) > 1:  # refusals are told by the other parts
+        if (
+            once and len(parts_of(part.backend, self.how)) > 1
+        ):  # refusals are told by the other parts
             rows = [row for row in rows if row.check != SUPPORT]
         if code == 0:
             return rows
@@ -216,7 +220,7 @@ def _end(name: str, rows: list[Row], step: str, end: tuple[str, Verdict]) -> Row
         case=case,
         case_id=same.case_id if same else "",
         problem=same.problem if same else "",
-        backend=next((row.backend for row in rows if row.backend != "oracle"), name),
+        backend=get(name).name,
         check=PROCESS,
         verdict=verdict,
         kind=Kind.RAISED if verdict is Verdict.ERROR else None,

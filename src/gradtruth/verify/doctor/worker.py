@@ -1,4 +1,4 @@
-"""What the doctor's processes do. Each writes what it finds as soon as it is known, so nothing is lost where it ends."""
+"""What the doctor's processes do: each writes what it finds at once, so nothing is lost where it ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Part:
 
 
 def examine_part(part: Part) -> None:
-    """Write JSON lines: a text where a step begins, an object for a row, a number for the seconds of compiling so far."""
+    """Write JSON lines: a text where a step begins, an object for a row, a number for the seconds of compiling."""
     _settle(part.target.with_suffix(".txt"), part.threads)
     device = torch.device(part.device)
     watch_compilers(triton=device.type == "cuda")
