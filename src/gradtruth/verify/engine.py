@@ -32,6 +32,7 @@ def verify_case(
     name: str,
     checks: Sequence[Check] | Callable[[Backend], Sequence[Check]] = CHECKS,
     preceding: tuple[Case, ...] = (),
+    standard: Standard | None = None,
 ) -> Iterator[Event]:
     """Run a case on its device through backends and checks, and judge what they return.
 
@@ -44,6 +45,7 @@ def verify_case(
         name: of the case, for the rows.
         checks: in the order of the rows; a function that says which, where backends differ.
         preceding: cases whose calls precede every call of the case.
+        standard: of the case; by default one on its device.
 
     Yields:
         A text when a step begins, a row when a verdict is known.
@@ -56,7 +58,7 @@ def verify_case(
         check=SUPPORT,
         verdict=Verdict.ERROR,
     )
-    standard = Standard(case)
+    standard = standard or Standard(case)
     try:
         yield f"{name}: oracle"
         _ = standard.own

@@ -21,7 +21,17 @@ from gradtruth.errors import InvalidProblem
 from gradtruth.verify.truth.rounding import Magnitude, rounding_of
 from gradtruth.verify.truth.scoring import Place, places
 
-__all__ = ["Norms", "Row", "Share", "Summary", "compare", "eps_of", "judge", "summarise"]
+__all__ = [
+    "MINUS_INF",
+    "Norms",
+    "Row",
+    "Share",
+    "Summary",
+    "compare",
+    "eps_of",
+    "judge",
+    "summarise",
+]
 
 _FACTOR = 2.0  # of the yardstick's error
 _C_ELEMENT = 1.0  # of bound
@@ -41,13 +51,13 @@ _WELL_ABOVE = 8.0  # cosine and norm ratio mean something over this many eps * s
 
 _QUERY_SIDE = ("out", "dq")
 _KEY_SIDE = ("dk", "dv")
-_MINUS_INF = ("lse", "max_logit")  # where -inf is a value like 0 in the others, and fp32 at least
+MINUS_INF = ("lse", "max_logit")  # where -inf is a value like 0 in the others, and fp32 at least
 
 
 def eps_of(problem: Problem, name: str) -> float:
     """The eps in which the magnitudes of a tensor are counted; twice that for fp64, as the oracle rounds too."""
     rounding = rounding_of(problem)
-    eps = rounding.unit * (rounding.ratio if name in _MINUS_INF else 1.0)
+    eps = rounding.unit * (rounding.ratio if name in MINUS_INF else 1.0)
     return 2.0 * eps if problem.dtype == "float64" else eps
 
 
@@ -305,7 +315,7 @@ def judge(
 
 def _exact(name: str) -> float:
     """What a place holds to which nothing contributes."""
-    return -math.inf if name in _MINUS_INF else 0.0
+    return -math.inf if name in MINUS_INF else 0.0
 
 
 def _split(
@@ -342,7 +352,7 @@ def _independent(
 
 def _limit(problem: Problem, name: str) -> float:
     """The largest number of a result's dtype: for more, infinity is right. No limit where that is a fault."""
-    if name not in _MINUS_INF:
+    if name not in MINUS_INF:
         return math.inf
     dtype = problem.accumulate_dtype if name == "lse" else torch.float32
     return torch.finfo(dtype).max
