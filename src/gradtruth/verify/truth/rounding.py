@@ -239,6 +239,10 @@ class WeightGradient:
             # out errs along v_j where P_ij does, so delta by dP_ij: not by each d apart.
             turned = rho * weights.errors.score * weights.p * (dp - dot.unsqueeze(-1))
             square += (weights.p * dp).square().sum(-1) + turned.square().sum(-1)
+            # What underflows in P and in the stored out errs by more than its share of eps.
+            flushed = dp.square() * (weights.p > 0)
+            stored = dout.square() * (rows.out_bound > 0)
+            square += rounding.least**2 * (flushed.sum(-1) + stored.sum(-1))
             square += terms.square().sum(-1) + summing(
                 terms, weights.count.unsqueeze(-1), rounding
             ).sum(-1)
