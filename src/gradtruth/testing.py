@@ -77,13 +77,7 @@ def _sample(what: Recipe | Case | Sample, device: torch.device | str) -> Sample:
         return make(what, device)
     if isinstance(what, Sample):
         return what
-    return Sample(
-        problem=what.problem,
-        inputs=what.inputs,
-        dout=what.dout,
-        dlse=what.dlse,
-        wanted=Recipe(problem=what.problem).outputs,
-    )
+    return Sample.of(what)
 
 
 def _backend(sample: Sample, backend: str | Backend) -> Backend:

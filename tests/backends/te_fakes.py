@@ -323,7 +323,7 @@ def get_attention_backend(attention_params):
 
 def install(monkeypatch):
     """Put the stand-ins where TransformerEngine's modules are looked for, and pretend there is a device."""
-    from gradtruth.backends.peers import te_fused, te_library
+    from gradtruth.backends.peers import installed, te_fused, te_library
 
     base = "transformer_engine.pytorch"
     contents = {
@@ -348,7 +348,7 @@ def install(monkeypatch):
         module = types.ModuleType(name)
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(te_library, "cuda_reasons", lambda *_: [])
+    monkeypatch.setattr(installed, "cuda_reasons", lambda *_: [])
     monkeypatch.setattr(te_fused, "ragged_statistics", lambda: STATISTICS["ragged"])
     monkeypatch.setitem(STATISTICS, "ragged", True)
     te_library._select.cache_clear()

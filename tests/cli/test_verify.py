@@ -149,7 +149,7 @@ def test_as_a_process_in_a_pipe(case_file):
     assert "\x1b" not in found.stdout
     lines = found.stdout.splitlines()
     assert max(map(len, lines)) > 120, "nothing is wrapped at the width of a terminal"
-    assert len([line for line in lines if line.startswith("layer3")]) == 2 + 4 + 4 + 1
+    assert len([line for line in lines if line.startswith("layer3")]) == 2 + 4 + 4 + 2 + 1
 
 
 def test_progress_is_on_stderr_and_only_on_a_terminal(case_file, capsys, monkeypatch):

@@ -6,8 +6,8 @@ import pytest
 
 from gradtruth.cli.main import main
 from gradtruth.verify.cases.case import Case
-from gradtruth.verify.doctor.apart import PROCESS, Apart, examine_apart
-from gradtruth.verify.findings import Kind, Verdict
+from gradtruth.verify.doctor.apart import Apart, examine_apart
+from gradtruth.verify.findings import PROCESS, Verdict
 
 THD, DENSE = "thd-documents-d64", "tail-64-large-logits-d64"
 _BACKENDS = '''
@@ -64,19 +64,19 @@ def test_a_process_that_dies_ends_only_its_own_backend(dying, tmp_path, capsys):
     assert Case.load(folder / f"{DENSE}.safetensors").problem.layout == "bshd"
 
 
-def test_a_backend_that_is_not_done_in_time_is_a_finding_without_a_case():
+def test_a_backend_that_is_not_done_in_time_is_not_reached_and_no_finding():
     how = Apart(device="cpu", cases=[THD], checks=["forward"], jobs=1, patience=0.2)
     done, rows = examine_apart(["reference"], how)
     assert done == "reference"
     (row,) = rows
-    assert (row.check, row.verdict, row.kind) == (PROCESS, Verdict.ERROR, Kind.RAISED)
+    assert (row.check, row.verdict, row.kind) == (PROCESS, Verdict.NOT_REACHED, None)
     assert row.detail == ("its process ended: it was not done after 0.2 s",)
 
 
 def test_a_finding_without_a_case_saves_none_and_leads_nowhere(tmp_path, capsys):
     arguments = ["doctor", "--device", "cpu", "--cases", THD, "--checks", "forward", "--jobs", "1"]
     arguments += ["--backend", "reference", "--patience", "1", "--save", str(tmp_path / "saved")]
-    assert main(arguments) == 1
+    assert main(arguments) == 3
     out = capsys.readouterr().out
     assert "it was not done after 1 s" in out
     assert "minimise" not in out

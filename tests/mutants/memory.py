@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from tests.mutants.catalogue import mutant
 from tests.mutants.kernel import Kernel
@@ -158,8 +160,6 @@ class LengthsOfTheFirstBatch(Kernel):
         first = self.kept.setdefault(
             key, (inputs.cu_seqlens_q.clone(), inputs.cu_seqlens_kv.clone())
         )
-        from dataclasses import replace
-
         stale = replace(inputs, cu_seqlens_q=first[0], cu_seqlens_kv=first[1])
         return super().steps(problem, stale, backward=backward, given=given)
 
@@ -204,8 +204,6 @@ class KeysReadAsContiguous(Kernel):
     """Slices of a packed projection are read as if they were dense."""
 
     def forward(self, problem, inputs):
-        from dataclasses import replace
-
         k = inputs.k
         if not k.is_contiguous():
             flat = torch.as_strided(k, (min(k.numel(), _room(k)),), (1,), k.storage_offset())

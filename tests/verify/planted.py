@@ -1,5 +1,8 @@
 """Faults for the minimiser to reduce: a healthy backend wrapped."""
 
+import os
+import signal
+import time
 from dataclasses import replace
 
 import torch
@@ -87,6 +90,24 @@ class DoutAsContiguous(Wrapped):
         return get("reference").backward(problem, inputs, forward, dout, dlse, wanted)
 
 
+class Dies(Wrapped):
+    """The process ends in the backward of more than four tokens, as after a fault that nobody catches."""
+
+    def backward(self, problem, inputs, *rest):
+        if problem.seqlen_q > 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return get("reference").backward(problem, inputs, *rest)
+
+
+class Hangs(Wrapped):
+    """The forward does not come back."""
+
+    def forward(self, problem, inputs):
+        time.sleep(3600)
+
+
 DELTA = DeltaOfTheFirstItem()
 WORKSPACE = KeptWorkspace()
 DOUT = DoutAsContiguous()
+DIES = Dies()
+HANGS = Hangs()

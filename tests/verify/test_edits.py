@@ -8,7 +8,7 @@ import torch
 
 from gradtruth.core.layout import canonical, canonical_lse
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify.doctor.programme import case_of
+from gradtruth.verify.doctor.programme import PROGRAMME, case_of
 from gradtruth.verify.edits.arrangement import contiguous, is_contiguous, restrided, strided
 from gradtruth.verify.edits.channels import channels
 from gradtruth.verify.edits.crop import crop, crop_keys, crop_queries, lengths_of
@@ -19,7 +19,7 @@ from gradtruth.verify.edits.heads import (
     place_heads,
     query_heads,
 )
-from gradtruth.verify.edits.layouts import as_dense, as_thd
+from gradtruth.verify.edits.layouts import as_dense, as_thd, less_outside
 from gradtruth.verify.edits.options import OPTIONS, options_of, without
 from gradtruth.verify.edits.sequences import place_sequences, sequences
 from gradtruth.verify.edits.values import (
@@ -43,14 +43,25 @@ PLACED = ("out", "lse", "dq", "dk", "dv")
 def _small(recipe):
     p = recipe.problem
     size = p.num_heads * (p.seqlen_q + 1) * (p.seqlen_kv + 1) * max(p.batch, 1)
-    return size < 120_000 and p.head_dim_qk <= 64
+    return size < 60_000 and p.head_dim_qk <= 64
+
+
+def _with_gaps_and_tail():
+    recipe = next(item.recipe for item in PROGRAMME if item.name == "thd-gaps-gqa-d128")
+    short = replace(recipe.problem, seqlen_q=30, seqlen_kv=40, head_dim_qk=8, head_dim_v=8)
+    return replace(
+        recipe,
+        problem=short,
+        places=((1, 9, 0, 9), (10, 0, 10, 6), (12, 11, 17, 13), (25, 1, 33, 4)),
+    )
 
 
 @cache
 def cases():
     """Cases of the conformance suite, every kind of layout, lengths and option among them."""
-    chosen = [r for r in suite().recipes if _small(r)][::3]
-    found = [case_of(replace(r, wanted=r.wanted)) for r in chosen[:70]]
+    chosen = [r for r in suite().recipes if _small(r)][::2]
+    found = [case_of(replace(r, wanted=r.wanted)) for r in chosen[:40]]
+    found.append(case_of(_with_gaps_and_tail()))
     specs = [c.problem.spec for c in found]
     assert {(s.layout, s.lengths) for s in specs} >= {
         ("bshd", "full"), ("sbhd", "cu_seqlens"), ("bshd", "padding_mask"), ("thd", "cu_seqlens"),
@@ -115,7 +126,7 @@ def test_sequences_in_any_order_and_repeated(keep_gaps):
         B = case.problem.batch
         return list(reversed(range(B))) + [0] * (B > 0)
 
-    for case, part in each(lambda c: sequences(c, order(c), keep_gaps=keep_gaps), 35):
+    for case, part in each(lambda c: sequences(c, order(c), keep_gaps=keep_gaps), 15):
         found, whole = rows(part, truth(part)), rows(case, truth(case))
         for n, own in zip(order(case), found, strict=True):
             same(own, whole[n], case.problem.label())
@@ -129,13 +140,13 @@ def test_gaps_that_are_kept():
     kept = [
         part.inputs.cu_seqlens_kv_padded is not None
         for _, part in each(
-            lambda c: sequences(c, list(range(c.problem.batch)), keep_gaps=True), 60
+            lambda c: sequences(c, list(range(c.problem.batch)), keep_gaps=True), 20
         )
         if part.problem.layout == "thd"
     ]
     assert any(kept)
     for case, part in each(
-        lambda c: sequences(c, list(range(c.problem.batch)), keep_gaps=True), 60
+        lambda c: sequences(c, list(range(c.problem.batch)), keep_gaps=True), 14
     ):
         assert part.problem.seqlen_kv == case.problem.seqlen_kv
         if case.problem.layout == "thd":
@@ -155,7 +166,7 @@ def test_the_first_sequences_keep_their_dropout():
 
 
 def test_kv_heads():
-    for case, _ in each(lambda c: kv_heads(c, [c.problem.num_gqa_groups - 1]), 35):
+    for case, _ in each(lambda c: kv_heads(c, [c.problem.num_gqa_groups - 1]), 15):
         if 0 < case.problem.spec.dropout_p < 1:
             continue
         names = [n for n in (*PLACED, "max_logit", "dsoftmax_offset") if n in truth(case)]
@@ -167,7 +178,7 @@ def test_kv_heads():
 
 def test_query_heads():
     """out, lse and dq of the heads that stay; dk and dv of single members add up to the group's."""
-    for case, part in each(lambda c: query_heads(c, [c.problem.group_size - 1]), 35):
+    for case, part in each(lambda c: query_heads(c, [c.problem.group_size - 1]), 15):
         share, G = case.problem.group_size, case.problem.num_gqa_groups
         heads = [g * share + share - 1 for g in range(G)]
         for own, whole in zip(rows(part, truth(part)), rows(case, truth(case)), strict=True):
@@ -180,7 +191,7 @@ def test_query_heads():
 
 
 def test_groups_expanded():
-    for case, part in each(expand_groups, 35):
+    for case, part in each(expand_groups, 15):
         found = fold_groups(case, truth(part))
         same(found, truth(case), case.problem.label())
         assert part.problem.group_size == 1
@@ -197,7 +208,7 @@ def _exact(case, keep):
 def test_fewer_queries(keep):
     checked = 0
     for case, part in each(
-        lambda c: crop_queries(c, max(1, max(lengths_of(c)[0], default=0) // 2), keep), 35
+        lambda c: crop_queries(c, max(1, max(lengths_of(c)[0], default=0) // 2), keep), 14
     ):
         if not _exact(case, keep) or case.inputs.padding_mask_q is not None:
             continue
@@ -209,7 +220,7 @@ def test_fewer_queries(keep):
             span = slice(0, new[n]) if keep == "first" else slice(old[n] - new[n], old[n])
             expected = {name: whole[name][:, span] for name in ("out", "lse", "dq")}
             same(own, expected, case.problem.label())
-    assert checked >= 10
+    assert checked >= 7
 
 
 def test_both_halves_of_the_queries_add_up():
@@ -232,7 +243,7 @@ def test_both_halves_of_the_queries_add_up():
         checked += 1
         total = {name: parts[0][name] + parts[1][name] for name in ("dk", "dv")}
         same(total, {name: truth(case)[name] for name in total}, case.problem.label())
-    assert checked >= 3
+    assert checked >= 2
 
 
 def test_keys_that_nobody_sees():
@@ -257,11 +268,11 @@ def test_keys_that_nobody_sees():
             expected = {name: whole[name] for name in ("out", "lse", "dq")}
             expected |= {name: whole[name][:, :n] for name in ("dk", "dv")}
             same(own, expected, case.problem.label())
-    assert checked >= 3
+    assert checked >= 2
 
 
 def test_cropping_keeps_padding_gaps_and_room():
-    for case, part in each(lambda c: crop(c, queries=1, keys=1, keep="last"), 25):
+    for case, part in each(lambda c: crop(c, queries=1, keys=1, keep="last"), 16):
         old, new = case.problem, part.problem
         for side, before, after in (
             ("q", old.seqlen_q, new.seqlen_q),
@@ -272,6 +283,10 @@ def test_cropping_keeps_padding_gaps_and_room():
                 continue
             count = sum if old.layout == "thd" else lambda found: max(found, default=0)
             assert before - count(lengths[0]) == after - count(lengths[1]), old.label()
+            bounds = [getattr(problem, f"max_seqlen_{side}") for problem in (old, new)]
+            if bounds[0] is not None:
+                longest = [max(found, default=0) for found in lengths]
+                assert bounds[0] - longest[0] == bounds[1] - longest[1], old.label()
 
 
 def test_crop_refuses():
@@ -285,14 +300,14 @@ def test_crop_refuses():
 
 
 def test_fewer_value_channels():
-    for case, part in each(lambda c: channels(c, None, max(1, c.problem.head_dim_v // 2)), 35):
+    for case, part in each(lambda c: channels(c, None, max(1, c.problem.head_dim_v // 2)), 15):
         Dv = part.problem.head_dim_v
         expected = {name: truth(case)[name][..., :Dv] for name in ("out", "dv")}
         same(truth(part), expected | {"lse": truth(case)["lse"]}, case.problem.label())
 
 
 def test_fewer_key_channels_keep_the_scale():
-    for case, part in each(lambda c: channels(c, max(1, c.problem.head_dim_qk // 2)), 35):
+    for case, part in each(lambda c: channels(c, max(1, c.problem.head_dim_qk // 2)), 15):
         assert part.problem.scale == case.problem.scale
         D = part.problem.head_dim_qk
         padded = {
@@ -313,7 +328,7 @@ def replace_inputs(case, **tensors):
 
 @pytest.mark.parametrize("edit", [as_thd, as_dense, lambda c: as_dense(c, "sbhd", (2, 3))])
 def test_another_layout(edit):
-    for case, part in each(edit, 25):
+    for case, part in each(edit, 16):
         for own, whole in zip(rows(part, truth(part)), rows(case, truth(case)), strict=True):
             same(own, whole, case.problem.label())
         if part.problem.layout == "thd":
@@ -328,9 +343,21 @@ def test_dense_is_full_where_all_are_as_long():
         as_dense(case, padding=(-1, 0))
 
 
+def test_less_outside():
+    for case, part in each(lambda c: less_outside(c, 1), 10):
+        for own, whole in zip(rows(part, truth(part)), rows(case, truth(case)), strict=True):
+            same(own, whole, case.problem.label())
+        old, new = case.problem, part.problem
+        assert (new.seqlen_q, new.seqlen_kv) < (old.seqlen_q, old.seqlen_kv)
+        if old.layout == "thd":
+            assert new.seqlen_kv <= sum(lengths_of(case)[1]) + old.batch + 2
+        with pytest.raises(InvalidProblem, match="no more outside"):
+            less_outside(part, 1)
+
+
 @pytest.mark.parametrize("option", ["tail", "gaps", "padding", "poison", "max_seqlen", "max_logit"])
 def test_what_changes_no_number(option):
-    for case, part in each(lambda c: without(c, option), 3):
+    for case, part in each(lambda c: without(c, option), 1):
         for own, whole in zip(rows(part, truth(part)), rows(case, truth(case)), strict=True):
             same(own, whole, (option, case.problem.label()))
         assert option not in options_of(part)
@@ -395,8 +422,7 @@ def test_an_edit_can_keep_the_strides(name):
 
 
 def test_values():
-    case = next(c for c in cases() if c.problem.dtype == "bfloat16" and c.inputs.q.numel() > 99
-                and c.problem.spec.lengths == "full")  # fmt: skip
+    case = case_of(next(item.recipe for item in PROGRAMME if item.name == "cross-d64"))
     assert simplicity(case.inputs.q) == 5
     for edit, rank in (
         (lambda c: zeros(c, ["q"]), 0),

@@ -19,7 +19,8 @@ from gradtruth.verify.checks import named
 from gradtruth.verify.doctor.programme import PROGRAMME, case_of
 from gradtruth.verify.edits.arrangement import strided
 from gradtruth.verify.edits.crop import lengths_of
-from gradtruth.verify.findings import Kind
+from gradtruth.verify.findings import PROCESS, Kind
+from gradtruth.verify.minimise.apart import finder_apart
 from gradtruth.verify.minimise.finding import Finding, finder
 from gradtruth.verify.minimise.literal import expression, helpers_of
 from gradtruth.verify.minimise.minimiser import minimise
@@ -77,7 +78,7 @@ def test_the_real_case_with_a_batch_mix_up(real):
 
 def test_many_sequences_and_heads():
     """Of the whole size of that model's batch in heads; one pair of sequences is left of six."""
-    case = case_of(_recipe(Spec(right=0), (6, 96, 16, 2, 64), family="outlier"))
+    case = case_of(_recipe(Spec(right=0), (6, 48, 16, 2, 32), family="outlier"))
     found = minimise(case, finder(DeltaOfTheFirstItem, BACKWARD, tensor="dq"))
     _fits(found.case, 2, 2, 32)
 
@@ -85,7 +86,10 @@ def test_many_sequences_and_heads():
 def _workspace_calls():
     """Two calls that fill the workspace, and one with keys that no query sees."""
     recipe = ITEMS["thd-gaps-gqa-d128"].recipe
-    places = ((0, 0, 0, 70), (70, 40, 70, 20), (110, 60, 95, 129), (204, 1, 224, 40))
+    short = replace(recipe.problem, seqlen_q=60, seqlen_kv=80, head_dim_qk=32, head_dim_v=32)
+    full = ((0, 20, 0, 20), (20, 0, 20, 6), (22, 33, 28, 33), (55, 1, 61, 10))
+    recipe = replace(recipe, problem=short, places=full)
+    places = ((0, 0, 0, 20), (20, 11, 20, 6), (31, 17, 28, 33), (55, 1, 61, 10))
     before = tuple(case_of(replace(recipe, seed=seed)) for seed in (9, 10))
     return before, case_of(replace(recipe, places=places))
 
@@ -107,20 +111,12 @@ def test_the_workspace_of_an_earlier_call(two_calls):
     assert "earlier calls [0]" in two_calls.steps
 
 
-def test_the_queryless_example_after_another_call():
+def _example():
+    """A call with queries in every sequence, and the example with keys that no query sees."""
     example = Case.load(REAL.with_name("thd-gqa-queryless.safetensors"))
     full = example.inputs.cu_seqlens_q_padded
-    other = Case.of(
-        example.problem.spec,
-        replace(example.inputs, cu_seqlens_q=full.clone(), cu_seqlens_kv=full.clone()),
-        example.dout,
-    )
-    found = minimise(
-        example, finder(KeptWorkspace, BACKWARD, tensor="dv"), preceding=(other, other)
-    )
-    assert len(found.calls) == 2
-    for call in found.calls:
-        _fits(call, 2, 2, 4)
+    filled = replace(example.inputs, cu_seqlens_q=full.clone(), cu_seqlens_kv=full.clone())
+    return Case.of(example.problem.spec, filled, example.dout), example
 
 
 def test_strides_that_the_finding_needs_are_kept():
@@ -142,6 +138,46 @@ def test_flaky_findings_show_in_k_of_n():
     for confirm in ((0, 1), (3, 2)):
         with pytest.raises(InvalidProblem, match="confirm is"):
             minimise(case, lambda _: None, confirm=confirm)
+
+
+def test_what_shows_less_often_than_k_of_n_is_not_kept():
+    case, looks = case_of(_recipe(Spec(), (1, 20, 1, 1, 8))), []
+
+    def shows(calls):
+        looks.append(calls)
+        often = calls[-1].problem.seqlen_q > 5 or len(looks) % 4 == 0
+        return Finding("backward", "dv", Kind.VALUE) if often else None
+
+    assert minimise(case, shows, confirm=(2, 3)).case.problem.seqlen_q == 6
+
+
+def _planted(variable):
+    return f"{Path(__file__).with_name('planted.py')}:{variable}"
+
+
+def test_a_process_that_dies_is_a_finding():
+    case = case_of(_recipe(Spec(), (2, 9, 2, 2, 8)))
+    shows = finder_apart(_planted("DIES"), BACKWARD)
+    found = minimise(case, shows, budget=Budget(evaluations=10))
+    assert (found.finding.check, found.finding.kind) == (PROCESS, Kind.RAISED)
+    assert "SIGKILL" in found.finding.detail
+    assert found.case.problem.seqlen_q == 5
+    assert finder_apart(_planted("DIES"), BACKWARD, tensor="dq")((case,)) is None
+
+
+def test_a_process_that_hangs_is_given_up():
+    case = case_of(_recipe(Spec(), (1, 1, 1, 1, 8)))
+    found = finder_apart(_planted("HANGS"), BACKWARD, patience=0.5)((case,))
+    assert found is not None
+    assert found.detail == "it was not done in time"
+
+
+def test_processes_do_not_see_each_other():
+    """What the look at a call leaves behind is gone in the next."""
+    calls = _example()
+    shows = finder_apart(_planted("WORKSPACE"), BACKWARD, tensor="dk")
+    assert shows(calls) == finder(KeptWorkspace, BACKWARD, tensor="dk")(calls)
+    assert shows(calls[1:]) is None
 
 
 def test_another_finding_is_not_the_same():

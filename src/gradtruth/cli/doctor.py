@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +15,14 @@ import typer
 from gradtruth.backends import ORDER, Backend, get
 from gradtruth.cli.device import device_of
 from gradtruth.cli.progress import progress
-from gradtruth.cli.targets import check_targets, write_reports
+from gradtruth.cli.targets import (
+    JSON,
+    REPORT,
+    JsonFile,
+    ReportFile,
+    check_targets,
+    write_reports,
+)
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.provenance import machine_facts
 from gradtruth.verify.checks import CHECKS, Check, named
@@ -37,7 +46,8 @@ def doctor(
         str, typer.Option(help="cpu, cuda or cuda:N; by default a GPU where there is one.")
     ] = "auto",
     quick: Annotated[
-        bool, typer.Option("--quick", help="A short programme: a minute on two cores.")
+        bool,
+        typer.Option("--quick", help="A short programme: somewhat over a minute on two cores."),
     ] = False,
     checks: Annotated[
         str, typer.Option(help="all, or names of checks, separated by commas.")
@@ -49,7 +59,8 @@ def doctor(
         int,
         typer.Option(
             min=-1,
-            help="Backends at once, each in a process of its own; 0 is all in this one. By default 4 on a GPU.",
+            help="Backends at once, each in a process of its own; 0 is all in this one. "
+            "By default 4 on a GPU, as many as there are cores on a CPU.",
         ),
     ] = -1,
     patience: Annotated[
@@ -62,16 +73,8 @@ def doctor(
         Path | None,
         typer.Option(metavar="FOLDER", help="Write a case file for every problem with a finding."),
     ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write all rows; .jsonl gives JSON lines."),
-    ] = None,
-    report_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--report", metavar="FILE", help="Write a report: .html, .md, or .xml for JUnit."
-        ),
-    ] = None,
+    json_file: JsonFile = None,
+    report_file: ReportFile = None,
 ) -> None:
     """Examine every attention backend of this machine, forward and backward, and say what is wrong with which.
 
@@ -90,11 +93,10 @@ def doctor(
     )
     names = list(ORDER) if backend == "all" else backend.split(",")
     backends = [get(name) for name in names]
-    check_targets(json_file, report_file, [])
+    check_targets({JSON: json_file, REPORT: report_file}, [])
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    jobs = 4 * (where.type == "cuda" and len(names) > 1) if jobs < 0 else jobs
     how = Apart(
         device=str(where),
         cases=[item.name for item in items],
@@ -102,7 +104,8 @@ def doctor(
         jobs=jobs,
         patience=patience,
     )
-    rows = _apart(names, how) if jobs else _together(items, backends, asked, where)
+    how = _shared_out(how, where) if jobs < 0 and len(names) > 1 else how
+    rows = _apart(names, items, how) if how.jobs > 0 else _together(items, backends, asked, where)
     facts = machine_facts(where)
     facts["seconds"] = round(time.perf_counter() - start)
     run = Run(rows=tuple(rows), facts=facts, cases={item.name: {"why": item.why} for item in items})
@@ -130,15 +133,34 @@ def _together(
     return rows
 
 
-def _apart(names: list[str], how: Apart) -> list[Row]:
+def _shared_out(how: Apart, where: torch.device) -> Apart:
+    """As many processes as suit the device."""
+    if where.type == "cuda":
+        return replace(how, jobs=4)
+    cores = os.cpu_count() or 1
+    return replace(how, jobs=cores, threads=1)
+
+
+def _apart(names: list[str], items: list[Item], how: Apart) -> list[Row]:
+    """Every backend in a process of its own; on a CPU those that refuse everything are only asked why, here."""
+    refusing = [] if how.device != "cpu" else [name for name in names if _refuses(name, items)]
+    able = [name for name in names if name not in refusing]
     rows: list[Row] = []
-    with progress(len(names)) as advance:
-        for event in examine_apart(names, how):
+    if refusing:
+        checks = named(tuple(how.checks))
+        rows = _together(items, list(map(get, refusing)), checks, torch.device(how.device))
+    with progress(len(able)) as advance:
+        for event in examine_apart(able, how):
             if isinstance(event, str):
                 advance(event)
             else:
-                rows = event
+                rows = [*event, *rows]
     return rows
+
+
+def _refuses(name: str, items: list[Item]) -> bool:
+    device = torch.device("cpu")
+    return not any(get(name).supports(item.recipe.problem, device).ok for item in items)
 
 
 def _items(cases: str, *, quick: bool) -> list[Item]:

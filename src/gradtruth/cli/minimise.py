@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gradtruth.backends import Backend, get
-from gradtruth.backends.protocol import ReadsContent
 from gradtruth.cli.device import device_of
 from gradtruth.cli.progress import progress
+from gradtruth.cli.targets import check_targets
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import CHECKS, Check, named
-from gradtruth.verify.findings import ExitCode, Kind
+from gradtruth.verify.findings import PROCESS, ExitCode, Kind
+from gradtruth.verify.minimise.apart import finder_apart
 from gradtruth.verify.minimise.explicit import explicit
-from gradtruth.verify.minimise.finding import Calls, Finding, finder
+from gradtruth.verify.minimise.finding import Calls, Finding, Shows, finder
 from gradtruth.verify.minimise.minimiser import Minimised
 from gradtruth.verify.minimise.minimiser import minimise as search
 from gradtruth.verify.minimise.script import FORMS, script
 from gradtruth.verify.minimise.search import Budget
+from gradtruth.verify.trial import support_of
 
 __all__ = ["minimise"]
 
@@ -64,6 +66,13 @@ def minimise(
     budget: Annotated[
         float, typer.Option(metavar="SECONDS", help="No candidate is looked at after so long.")
     ] = 300.0,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared",
+            help="Look at all candidates in this process: faster; what one leaves behind, others see.",
+        ),
+    ] = False,
     confirm: Annotated[
         str, typer.Option(metavar="K/N", help="A candidate shows it where it does in K of N runs.")
     ] = "1/1",
@@ -74,29 +83,26 @@ def minimise(
     """
     where = device_of(device)
     wanted = _confirm(confirm)
-    _check_targets(out, script_file, files)
+    check_targets({"--out": out, "--script": script_file}, files)
     checks = CHECKS if check is None else named((check,))
     calls = tuple(Case.load(path).to(where) for path in files)
     refusal = _refusal(calls, get(backend))
     if refusal is not None:
         print(f"{backend} refuses: {refusal}")
         raise typer.Exit(ExitCode.UNSUPPORTED)
-    looked = _first(calls, backend, checks, (tensor, kind), wanted[1])
+    looker = _Looker(backend, shared)
+    looked = _first(calls, looker, checks, (tensor, kind), wanted[1])
     if looked is None:
         print(f"no finding: {files[-1].name} shows none with {backend}")
         raise typer.Exit(ExitCode.VERIFIED)
     calls, finding = looked
     print(f"finding  {finding}")
     print(f"from     {_sizes(calls)}")
+    again = checks if finding.check == PROCESS else named((finding.check,))
     with progress(None) as advance:
         found = search(
             calls[-1],
-            finder(
-                lambda: get(backend),
-                named((finding.check,)),
-                tensor=finding.tensor,
-                kind=finding.kind,
-            ),
+            looker(again, finding.tensor, finding.kind),
             preceding=calls[:-1],
             confirm=wanted,
             budget=Budget(evaluations=sys.maxsize, seconds=budget),
@@ -110,23 +116,35 @@ def minimise(
     raise typer.Exit(ExitCode.FINDINGS)
 
 
+@dataclass(frozen=True, slots=True)
+class _Looker:
+    """How calls are looked at."""
+
+    backend: str
+    shared: bool
+
+    def __call__(self, checks: tuple[Check, ...], tensor: str | None, kind: Kind | None) -> Shows:
+        if self.shared:
+            return finder(lambda: get(self.backend), checks, tensor=tensor, kind=kind)
+        return finder_apart(self.backend, checks, tensor=tensor, kind=kind)
+
+
 def _first(
     calls: Calls,
-    backend: str,
+    looker: _Looker,
     checks: tuple[Check, ...],
     about: tuple[str | None, Kind | None],
     looks: int,
 ) -> tuple[Calls, Finding] | None:
     """The finding to keep and the calls that show it."""
-    tensor, kind = about
     for check in checks:
-        shows = finder(lambda: get(backend), (check,), tensor=tensor, kind=kind)
+        shows = looker((check,), *about)
         for _ in range(looks):
             found = shows(calls)
             if found is None:
                 continue
             if check.name == "call_order" and len(calls) == 1:
-                written = explicit(calls[0], lambda: get(backend), found.tensor)
+                written = explicit(calls[0], lambda values: looker(values, found.tensor, None))  # noqa: B023
                 return (calls, found) if written is None else written
             return calls, found
     return None
@@ -134,9 +152,7 @@ def _first(
 
 def _refusal(calls: Calls, backend: Backend) -> str | None:
     for case in calls:
-        support = backend.supports(case.problem, case.device)
-        if support.ok and isinstance(backend, ReadsContent):
-            support = backend.supports_content(case.problem, case.inputs)
+        support = support_of(case, backend)
         if not support.ok:
             return "; ".join(map(str, support.reasons))
     return None
@@ -147,21 +163,6 @@ def _confirm(text: str) -> tuple[int, int]:
     if not (slash and first.isdigit() and second.isdigit() and 1 <= int(first) <= int(second)):
         raise InvalidProblem(f"--confirm is {text!r}, expected K/N with 1 <= K <= N")
     return int(first), int(second)
-
-
-def _check_targets(out: Path | None, script_file: Path | None, files: list[Path]) -> None:
-    """What would fail after the work, or write over a case, fails before it."""
-    taken = {path.resolve() for path in files}
-    for option, path in (("--out", out), ("--script", script_file)):
-        if path is None:
-            continue
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise InvalidProblem(
-                f"{option} is {str(path)!r}, expected a file in a folder that exists"
-            )
-        if path.resolve() in taken:
-            raise InvalidProblem(f"{option} is {str(path)!r}, expected another file")
-        taken.add(path.resolve())
 
 
 def _sizes(calls: Calls) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.doctor.matrix import Matrix
@@ -13,7 +16,18 @@ from gradtruth.verify.report.jsonl import write_json
 from gradtruth.verify.report.junit import junit
 from gradtruth.verify.report.markdown import markdown
 
-__all__ = ["check_targets", "write_reports"]
+__all__ = ["JSON", "REPORT", "JsonFile", "ReportFile", "check_targets", "write_reports"]
+
+JSON, REPORT = "--json", "--report"
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option(JSON, metavar="FILE", help="Write all rows; a name in .jsonl gives JSON lines."),
+]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(REPORT, metavar="FILE", help="Write a report: .html, .md, or .xml for JUnit."),
+]
 
 _REPORTS: dict[str, Callable[[Run, Matrix | None], str]] = {
     ".html": html,
@@ -23,28 +37,33 @@ _REPORTS: dict[str, Callable[[Run, Matrix | None], str]] = {
 }
 
 
-def check_targets(json_file: Path | None, report_file: Path | None, cases: list[Path]) -> None:
+def check_targets(targets: Mapping[str, Path | None], cases: Iterable[Path]) -> None:
     """What would fail after the work, or write over a case, fails before it.
 
+    Args:
+        targets: options to the files that they name.
+        cases: files that are read.
+
     Raises:
-        InvalidProblem: a name that no file can be written to, or of a kind that is not known.
+        InvalidProblem: a name that no file can be written to, that is taken, or for a report of an unknown kind.
     """
-    if report_file is not None and report_file.suffix not in _REPORTS:
-        raise InvalidProblem(
-            f"--report is {str(report_file)!r}, expected a name in {', '.join(_REPORTS)}"
-        )
-    for option, path in (("--json", json_file), ("--report", report_file)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+    taken = {case.resolve() for case in cases}
+    for option, path in targets.items():
+        if path is None:
+            continue
+        if option == REPORT and path.suffix not in _REPORTS:
+            raise InvalidProblem(
+                f"{option} is {str(path)!r}, expected a name in {', '.join(_REPORTS)}"
+            )
+        if path.is_dir() or not path.absolute().parent.is_dir():
             raise InvalidProblem(
                 f"{option} is {str(path)!r}, expected a file in a folder that exists"
             )
-        taken = {case.resolve() for case in cases}
-        if option == "--report" and json_file is not None:
-            taken.add(json_file.resolve())
-        if path is not None and path.resolve() in taken:
+        if path.resolve() in taken:
             raise InvalidProblem(
                 f"{option} is {str(path)!r}, expected a file that is neither a case nor another result"
             )
+        taken.add(path.resolve())
 
 
 def write_reports(

@@ -11,7 +11,14 @@ import typer
 from gradtruth.backends import ORDER, get
 from gradtruth.cli.device import device_of
 from gradtruth.cli.progress import progress
-from gradtruth.cli.targets import check_targets, write_reports
+from gradtruth.cli.targets import (
+    JSON,
+    REPORT,
+    JsonFile,
+    ReportFile,
+    check_targets,
+    write_reports,
+)
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.cases.provenance import machine_facts
 from gradtruth.verify.checks import named
@@ -38,19 +45,9 @@ def verify(
         typer.Option(
             help="values (against the oracle), quick, all, or names of checks, separated by commas."
         ),
-    ] = "values",
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", metavar="FILE", help="Write all rows; a name in .jsonl gives JSON lines."
-        ),
-    ] = None,
-    report_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--report", metavar="FILE", help="Write a report: .html, .md, or .xml for JUnit."
-        ),
-    ] = None,
+    ] = "values,exact_zeros,conservation",
+    json_file: JsonFile = None,
+    report_file: ReportFile = None,
 ) -> None:
     """Say for which of these cases which backend is right, forward and backward.
 
@@ -59,7 +56,7 @@ def verify(
     where = device_of(device)
     backends = [get(name) for name in (ORDER if backend == "all" else backend.split(","))]
     asked = named(tuple(checks.split(",")))
-    check_targets(json_file, report_file, files)
+    check_targets({JSON: json_file, REPORT: report_file}, files)
     cases = {name: Case.load(path) for name, path in _names(files).items()}
     rows: list[Row] = []
     with progress(len(cases) * steps_of(backends, asked)) as advance:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gradtruth.backends import Backend
-from gradtruth.backends.protocol import ReadsContent
-from gradtruth.core.support import Claims, Support
+from gradtruth.core.support import Claims
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import CHECKS, Check, Judged, NotClaimed, NotReached, Subject
 from gradtruth.verify.findings import SUPPORT, Kind, Row, Verdict
 from gradtruth.verify.standard import Standard
+from gradtruth.verify.trial import support_of
 
 __all__ = ["Event", "find", "steps_of", "verify_case"]
 
@@ -73,7 +73,7 @@ def find(
     case: Case, backend: Backend, check: Check, *, preceding: tuple[Case, ...] = ()
 ) -> list[Judged]:
     """What one check finds wrong with one backend: empty where nothing is, or where it refuses the case."""
-    if not _support(case, backend).ok:
+    if not support_of(case, backend).ok:
         return []
     subject = Subject(case, backend, Standard(case), preceding=preceding)
     answers = check.run(subject)
@@ -110,7 +110,7 @@ class _Examination:
         """Why the backend is not asked."""
         case, backend = self.subject.case, self.subject.backend
         try:
-            support = _support(case, backend)
+            support = support_of(case, backend)
             if not support.ok:
                 reasons = tuple(map(str, support.reasons))
                 return replace(self.blank, verdict=Verdict.REFUSES, detail=reasons)
@@ -170,14 +170,6 @@ class _Examination:
             heads=answer.heads,
             errors=answer.errors,
         )
-
-
-def _support(case: Case, backend: Backend) -> Support:
-    """What speaks against the problem, or else against these tensors."""
-    support = backend.supports(case.problem, case.device)
-    if support.ok and isinstance(backend, ReadsContent):
-        return backend.supports_content(case.problem, case.inputs)
-    return support
 
 
 def _unclaimed(answer: Judged, claims: Claims) -> bool:

@@ -9,6 +9,7 @@ from enum import IntEnum, StrEnum
 from typing import Any
 
 __all__ = [
+    "PROCESS",
     "SUPPORT",
     "ExitCode",
     "Kind",
@@ -52,6 +53,9 @@ class Kind(StrEnum):
 
 SUPPORT = "support"
 """In place of the name of a check, where a backend was only asked."""
+
+PROCESS = "process"
+"""In place of the name of a check, where a process did not end well."""
 
 
 class ExitCode(IntEnum):

@@ -9,13 +9,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradtruth.backends.protocol import Backend
+from gradtruth.backends.protocol import Backend, ReadsContent
 from gradtruth.core.layout import empty_like_query, empty_lse
+from gradtruth.core.support import Support
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 from gradtruth.verify.cases import storage
 from gradtruth.verify.cases.case import Case
+from gradtruth.verify.same_bits import same_bits
 
-__all__ = ["Given", "Trial", "as_called", "run_backward", "run_forward", "wanted_of"]
+__all__ = [
+    "Given",
+    "Trial",
+    "as_called",
+    "run_backward",
+    "run_forward",
+    "support_of",
+    "wanted_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +103,7 @@ def _run(case: Case, call: Callable[[Given], Forward | Grads]) -> Trial:
     wrong = {
         name: "the backend wrote its input"
         for name, base in bases.items()
-        if not _same_bits(base, copies[name])
+        if not same_bits(base, copies[name])
     }
     return Trial(returned=returned, tensors=tensors, wrong=wrong, seconds=seconds)
 
@@ -165,11 +175,9 @@ def _checked(trial: Trial, like: dict[str, Tensor]) -> Trial:
     return replace(trial, tensors=right, wrong=wrong)
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.is_floating_point():
-        kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-        a, b = (
-            a.contiguous().view(kinds[a.element_size()]),
-            b.contiguous().view(kinds[b.element_size()]),
-        )
-    return torch.equal(a, b)
+def support_of(case: Case, backend: Backend) -> Support:
+    """What speaks against the problem, or else against these tensors."""
+    support = backend.supports(case.problem, case.device)
+    if support.ok and isinstance(backend, ReadsContent):
+        return backend.supports_content(case.problem, case.inputs)
+    return support

@@ -10,7 +10,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from gradtruth.backends.peers.bands import band_reasons, common_reasons, is_full, widths
+from gradtruth.backends.peers.bands import band_reasons, common_reasons, widths
 from gradtruth.backends.peers.compact import Compact
 from gradtruth.backends.peers.installed import cuda_reasons
 from gradtruth.backends.peers.operands import (
@@ -49,8 +49,8 @@ class _Aten(Varlen):
 
     def claims(self, problem: Problem, device: torch.device) -> Claims:
         """foreign_lse beside what follows from the adapter."""
-        del device
-        return Claims(global_dropout=True, foreign_lse=True, no_sync=is_full(problem))
+        del problem, device
+        return Claims(global_dropout=True, foreign_lse=True)
 
     def backward(
         self,

@@ -25,6 +25,7 @@ from gradtruth.backends.peers.slots import Slots, slots_of
 from gradtruth.backends.peers.views import empty_forward, empty_grads, has_no_elements
 from gradtruth.backends.protocol import Backend
 from gradtruth.core.problem import Problem
+from gradtruth.core.scores import sink_logit
 from gradtruth.core.support import Claims, Reason, ReasonCode, Support
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 
@@ -189,8 +190,9 @@ class _Call:
         self.given = {name: aligned(getattr(inputs, name)) for name in ("q", "k", "v")}
         if inputs.bias is not None:
             self.given["bias"] = inputs.bias.contiguous()
-        if problem.spec.sink:
-            self.given["sink"] = _sink(problem, inputs)
+        sink = sink_logit(problem, inputs)
+        if sink is not None:
+            self.given["sink"] = sink.reshape(1, -1, 1, 1).contiguous()
         if not is_full(problem):
             self.given |= {"length_q": self.slots.length_q, "length_kv": self.slots.length_kv}
         if problem.spec.dropout_p:
@@ -203,13 +205,6 @@ class _Call:
         if problem.layout == "thd":
             return problem.seqlen_q, problem.num_heads, 1
         return problem.batch, problem.num_heads, problem.seqlen_q, 1
-
-
-def _sink(problem: Problem, inputs: Inputs) -> Tensor:
-    """fp32 [1, H, 1, 1]: zeros for off-by-one."""
-    if inputs.softmax_offset is None:
-        return torch.zeros(1, problem.num_heads, 1, 1, device=inputs.q.device)
-    return inputs.softmax_offset.float().reshape(1, -1, 1, 1).contiguous()
 
 
 def _reasons(problem: Problem) -> list[Reason]:

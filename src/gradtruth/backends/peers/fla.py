@@ -7,13 +7,14 @@ from torch import Tensor
 
 from gradtruth.backends.peers.bands import band_reasons, common_reasons
 from gradtruth.backends.peers.compact import Compact
-from gradtruth.backends.peers.installed import cuda_reasons, importable, not_installed
+from gradtruth.backends.peers.installed import library_on_cuda
 from gradtruth.backends.peers.operands import halves_only
 from gradtruth.backends.peers.refusals import unable
 from gradtruth.backends.peers.varlen import Varlen
 from gradtruth.backends.protocol import Backend
 from gradtruth.core.layout import canonical, stored
 from gradtruth.core.problem import Problem
+from gradtruth.core.scores import sink_logit
 from gradtruth.core.support import Reason, ReasonCode
 from gradtruth.core.tensors import Inputs
 
@@ -33,15 +34,11 @@ class Fla(Varlen):
     It returns no lse: the one reported is computed from the scores again. In fp32 its products are TF32.
     """
 
-    native = None  # type: ignore[assignment]
+    native = None
 
     def reasons(self, problem: Problem, device: torch.device) -> list[Reason]:
         """Against all masks but causal ones over equal lengths, softcap, bias, fp32."""
-        found = cuda_reasons(device.type, (8, 0))
-        if found:
-            found += not_installed(_MODULE, _PROJECT)
-        else:
-            found += importable(_MODULE, _PROJECT, ("parallel_attn",))
+        found = library_on_cuda(device.type, (8, 0), _MODULE, _PROJECT, ("parallel_attn",))
         found += common_reasons(problem, "parallel_attn")
         found += unable(problem, (ReasonCode.SOFTMAX,))
         found += halves_only(problem)
@@ -81,13 +78,10 @@ def _call(
     from fla.ops.attn.parallel import parallel_attn
 
     spec = problem.spec
-    sink = inputs.softmax_offset
-    if spec.softmax == "off-by-one":
-        sink = torch.zeros(problem.num_heads, dtype=torch.float32, device=inputs.q.device)
     return parallel_attn(
         *tensors,
         scale=problem.scale,
         window_size=None if spec.left is None else spec.left + 1,
         cu_seqlens=cu_seqlens,
-        sink_bias=sink,
+        sink_bias=sink_logit(problem, inputs),
     )

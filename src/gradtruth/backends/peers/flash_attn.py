@@ -14,13 +14,14 @@ from torch import Tensor
 
 from gradtruth.backends.peers.bands import band_reasons, common_reasons, widths
 from gradtruth.backends.peers.compact import Compact
-from gradtruth.backends.peers.installed import cuda_reasons, importable, not_installed
+from gradtruth.backends.peers.installed import library_on_cuda
 from gradtruth.backends.peers.operands import aligned, finite_rows, halves_only, head_dims
 from gradtruth.backends.peers.refusals import unable
 from gradtruth.backends.peers.varlen import Varlen
 from gradtruth.backends.protocol import Backend
 from gradtruth.core.layout import canonical, stored
 from gradtruth.core.problem import Problem
+from gradtruth.core.scores import sink_logit
 from gradtruth.core.support import Claims, Reason, ReasonCode
 from gradtruth.core.tensors import Inputs
 
@@ -64,13 +65,8 @@ class _Flash(Varlen):
 
     def common(self, problem: Problem, device: torch.device) -> list[Reason]:
         """Reasons of all three. The library is imported only where there is a device for it."""
-        found = cuda_reasons(device.type, self.capability)
-        if found:
-            found += not_installed(self.module, self.project)
-        else:
-            found += importable(self.module, self.project, _FUNCTIONS)
         return [
-            *found,
+            *library_on_cuda(device.type, self.capability, self.module, self.project, _FUNCTIONS),
             *common_reasons(problem, self.name),
             *halves_only(problem),
             *band_reasons(problem, self.native, "windows"),
@@ -118,6 +114,18 @@ class _Flash(Varlen):
         return (found, None) if isinstance(found, Tensor) else found[:2]
 
 
+def _windowed(problem: Problem) -> dict[str, Any]:
+    """What generations 2 and 3 call alike; -1 is unlimited."""
+    window = widths(problem)
+    return {
+        "softmax_scale": problem.scale,
+        "causal": window == (-1, 0),
+        "window_size": window,
+        "softcap": problem.spec.softcap or 0.0,
+        "deterministic": problem.spec.deterministic,
+    }
+
+
 class Flash2(_Flash):
     """flash_attn: windows, softcap, ALiBi, GQA; dropout with a mask of its own, which is refused."""
 
@@ -135,15 +143,7 @@ class Flash2(_Flash):
 
     def options(self, problem: Problem, inputs: Inputs) -> dict[str, Any]:
         """The window, softcap, slopes and determinism."""
-        window = widths(problem)
-        return {
-            "softmax_scale": problem.scale,
-            "causal": window == (-1, 0),
-            "window_size": window,
-            "softcap": problem.spec.softcap or 0.0,
-            "alibi_slopes": inputs.alibi_slopes,
-            "deterministic": problem.spec.deterministic,
-        }
+        return {**_windowed(problem), "alibi_slopes": inputs.alibi_slopes}
 
     def rows(self, problem: Problem, tokens: Compact | None, lse: Tensor) -> Tensor | None:
         """-inf for rows without a key; none of a causal kernel with ALiBi, which adds slope * j to the scores."""
@@ -180,14 +180,7 @@ class Flash3(_Flash):
     def options(self, problem: Problem, inputs: Inputs) -> dict[str, Any]:
         """The window, softcap and determinism."""
         del inputs
-        window = widths(problem)
-        return {
-            "softmax_scale": problem.scale,
-            "causal": window == (-1, 0),
-            "window_size": window,
-            "softcap": problem.spec.softcap or 0.0,
-            "deterministic": problem.spec.deterministic,
-        }
+        return _windowed(problem)
 
     def rows(self, problem: Problem, tokens: Compact | None, lse: Tensor) -> Tensor | None:
         """-inf for rows without a key."""
@@ -228,15 +221,12 @@ class Flash4(_Flash):
         """The window, softcap, sink and determinism; None is unlimited."""
         spec = problem.spec
         causal = (spec.left, spec.right) == (None, 0)
-        sink = inputs.softmax_offset
-        if spec.softmax == "off-by-one":
-            sink = torch.zeros(problem.num_heads, dtype=torch.float32, device=inputs.q.device)
         return {
             "softmax_scale": problem.scale,
             "causal": causal,
             "window_size": (None, None) if causal else (spec.left, spec.right),
             "softcap": spec.softcap or 0.0,
-            "learnable_sink": sink,
+            "learnable_sink": sink_logit(problem, inputs),
             "deterministic": spec.deterministic,
         }
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from gradtruth.core.support import Reason, ReasonCode
 
-__all__ = ["cuda_reasons", "importable", "not_installed"]
+__all__ = ["cuda_reasons", "importable", "library_on_cuda", "not_installed"]
 
 
 def not_installed(module: str, project: str) -> list[Reason]:
@@ -67,3 +67,22 @@ def cuda_reasons(device_type: str, capability: tuple[int, int]) -> list[Reason]:
         return []
     shown = [".".join(map(str, c)) for c in (have, capability)]
     return [Reason(ReasonCode.DEVICE, f"compute capability is {shown[0]}, {shown[1]} is needed")]
+
+
+def library_on_cuda(
+    device_type: str,
+    capability: tuple[int, int],
+    module: str,
+    project: str,
+    names: Iterable[str] = (),
+) -> list[Reason]:
+    """Reasons of a library that runs on CUDA devices only; it is imported only where there is one.
+
+    Args:
+        device_type, capability: as for ``cuda_reasons``.
+        module, project, names: as for ``importable``.
+    """
+    absent = cuda_reasons(device_type, capability)
+    return (
+        [*absent, *not_installed(module, project)] if absent else importable(module, project, names)
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,7 +33,7 @@ class SdpaNested(Varlen):
     returned: the one reported is computed from the scores again.
     """
 
-    native = None  # type: ignore[assignment]
+    native = None
 
     def reasons(self, problem: Problem, device: torch.device) -> list[Reason]:
         """Against GQA, windows and, on the CPU, causal."""
@@ -73,9 +75,12 @@ class SdpaNested(Varlen):
             _nested(tokens.keys(x).to(wide), tokens.cu_seqlens_kv, tokens.lengths_kv)
             for x in (inputs.k, inputs.v)
         )
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=problem.spec.right == 0, scale=problem.scale
-        )
+        with warnings.catch_warnings():
+            # torch says once a process that nested tensors are a prototype; who named this backend knows.
+            warnings.filterwarnings("ignore", "The PyTorch API of nested tensors", UserWarning)
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=problem.spec.right == 0, scale=problem.scale
+            )
         return out.transpose(1, 2).values().to(inputs.q.dtype), None
 
 

@@ -22,6 +22,7 @@ from gradtruth.backends.peers.te_terms import common_terms_reasons, terms_of
 from gradtruth.backends.peers.views import empty_forward, empty_grads, has_no_elements
 from gradtruth.core.layout import PACKED_DIM, canonical
 from gradtruth.core.problem import Problem
+from gradtruth.core.scores import sink_logit
 from gradtruth.core.support import Claims, Reason, ReasonCode, Support
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 
@@ -201,12 +202,8 @@ class _Call:
 
     def sink(self) -> Tensor | None:
         """fp32 [1, H, 1, 1]: zeros for off-by-one."""
-        heads, q = self.problem.num_heads, self.inputs.q
-        if not self.problem.spec.sink:
-            return None
-        if self.inputs.softmax_offset is None:
-            return torch.zeros(1, heads, 1, 1, device=q.device)
-        return self.inputs.softmax_offset.float().reshape(1, heads, 1, 1)
+        sink = sink_logit(self.problem, self.inputs)
+        return None if sink is None else sink.reshape(1, -1, 1, 1)
 
     def saved(self, forward: Forward) -> list[Tensor]:
         """aux_ctx_tensors: statistics, state of the generator, bias, sink."""

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from gradtruth.backends.peers.bands import is_full
-from gradtruth.backends.peers.installed import cuda_reasons, importable
+from gradtruth.backends.peers.installed import importable, library_on_cuda
 from gradtruth.backends.peers.te_terms import terms_of
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import Reason, ReasonCode
@@ -44,12 +44,8 @@ def library_reasons(device_type: str, module: str, names: tuple[str, ...]) -> li
         module: what is called.
         names: attributes that it must have.
     """
-    found = cuda_reasons(device_type, (8, 0))
-    if found:
-        from gradtruth.backends.peers.installed import not_installed
-
-        return [*not_installed(module, PROJECT), *found]
-    return importable(module, PROJECT, names) or importable(_SELECTION, PROJECT)
+    found = library_on_cuda(device_type, (8, 0), module, PROJECT, names)
+    return found or importable(_SELECTION, PROJECT)
 
 
 def selection_reasons(problem: Problem, kernel: _Kernel) -> list[Reason]:

@@ -36,7 +36,7 @@ class Varlen(ABC):
     foreign_lse, and reads the lengths on the host.
     """
 
-    native: Alignment = "bottom_right"
+    native: Alignment | None = "bottom_right"
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -79,9 +79,10 @@ class Varlen(ABC):
         return Support(tuple(self.content(compact(problem, inputs))))
 
     def claims(self, problem: Problem, device: torch.device) -> Claims:
-        """Only what follows from the adapter: there is no dropout, and the host waits only for lengths."""
+        """Only what follows from the adapter: there is no dropout, and the host waits where it packs tokens."""
         del device
-        return Claims(global_dropout=True, no_sync=is_full(problem))
+        packs = type(self).attend_dense is Varlen.attend_dense or not is_full(problem)
+        return Claims(global_dropout=True, no_sync=not packs)
 
     def forward(self, problem: Problem, inputs: Inputs) -> Forward:
         """out and lse."""

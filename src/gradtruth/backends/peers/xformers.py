@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtruth.backends.peers.bands import band_reasons, common_reasons, is_full
+from gradtruth.backends.peers.bands import (
+    band_reasons,
+    common_reasons,
+    content_reasons,
+    is_full,
+)
 from gradtruth.backends.peers.compact import Compact
-from gradtruth.backends.peers.installed import cuda_reasons, importable, not_installed
+from gradtruth.backends.peers.installed import library_on_cuda
 from gradtruth.backends.peers.operands import aligned, finite_rows
 from gradtruth.backends.peers.refusals import unable
 from gradtruth.backends.peers.varlen import Varlen
@@ -38,15 +43,11 @@ class Xformers(Varlen):
     of a causal mask. GQA is for inference only there.
     """
 
-    native = None  # type: ignore[assignment]
+    native = None
 
     def reasons(self, problem: Problem, device: torch.device) -> list[Reason]:
         """Against GQA, bias, windows beyond the diagonal, fp64."""
-        found = cuda_reasons(device.type, (8, 0))
-        if found:
-            found += not_installed(_MODULE, _PROJECT)
-        else:
-            found += importable(_MODULE, _PROJECT, _FUNCTIONS)
+        found = library_on_cuda(device.type, (8, 0), _MODULE, _PROJECT, _FUNCTIONS)
         found += common_reasons(problem, "memory_efficient_attention")
         found += unable(problem)
         # Both corners have their masks, but the window of full tensors, which has the bottom right alone.
@@ -69,8 +70,6 @@ class Xformers(Varlen):
 
     def content(self, tokens: Compact) -> list[Reason]:
         """Holes that shift the diagonal."""
-        from gradtruth.backends.peers.bands import content_reasons
-
         return content_reasons(tokens, tokens.problem.spec.alignment)
 
     def attend(self, problem: Problem, inputs: Inputs, tokens: Compact) -> tuple[Tensor, Tensor]:

@@ -29,10 +29,7 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
     pytorch/pytorch#146377. The library's operator is compiled without a graph break, for the backend asked for:
     forward, backward, and where no tensor but q has a row per query, one query less from the same graph.
     """
-    operator = operator_of(subject)
-    missing = unanswered(subject)
-    if operator is None and missing is None:
-        missing = NotReached("it is no backend of this library by name")
+    operator, missing = operator_of(subject), unanswered(subject)
     if missing is not None or operator is None:
         yield missing or NotReached("it is no backend of this library by name")
         return

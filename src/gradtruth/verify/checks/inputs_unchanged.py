@@ -10,8 +10,9 @@ import torch
 from gradtruth.core.tensors import Forward
 from gradtruth.verify.checks.check import Check, Judged, NotReached
 from gradtruth.verify.checks.subject import Subject
-from gradtruth.verify.checks.verdicts import same_bits, unanswered
+from gradtruth.verify.checks.verdicts import unanswered
 from gradtruth.verify.findings import Kind
+from gradtruth.verify.same_bits import same_bits
 from gradtruth.verify.trial import as_called, wanted_of
 
 __all__ = ["INPUTS_UNCHANGED"]

@@ -12,7 +12,7 @@ from gradtruth.core.support import Claims
 from gradtruth.core.tensors import Forward
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.standard import Standard
-from gradtruth.verify.trial import Trial, run_backward, run_forward
+from gradtruth.verify.trial import Trial, run_backward, run_forward, support_of
 
 __all__ = ["Run", "Subject"]
 
@@ -80,5 +80,5 @@ class Subject:
 
     def supports(self, case: Case) -> str | None:
         """Why the backend does not take another case; None where it does."""
-        reasons = self.backend.supports(case.problem, case.device).reasons
+        reasons = support_of(case, self.backend).reasons
         return "; ".join(map(str, reasons)) or None

@@ -9,7 +9,6 @@ from gradtruth.verify.checks.subject import Subject
 from gradtruth.verify.checks.verdicts import differences, unanswered
 from gradtruth.verify.suite.inputs import Sample
 from gradtruth.verify.suite.tiling import run_tiled, tile_cover
-from gradtruth.verify.trial import wanted_of
 
 __all__ = ["TILE_MERGE"]
 
@@ -30,19 +29,12 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached | NotClaimed]:
     if not subject.claims.foreign_lse:
         yield NotClaimed("foreign_lse: the backward of a tile needs the whole's lse")
         return
-    sample = Sample(
-        problem=case.problem,
-        inputs=case.inputs,
-        dout=case.dout,
-        dlse=case.dlse,
-        wanted=wanted_of(case),
-    )
     for part in tile_cover(case.problem, case.inputs, _SEED):
         reasons = subject.backend.supports(part.problem, case.device).reasons
         if reasons:
             yield NotReached(f"it takes no tiles: {'; '.join(map(str, reasons))}")
             return
-    found = run_tiled(sample, subject.backend, _SEED)
+    found = run_tiled(Sample.of(case), subject.backend, _SEED)
     names = set(found)
     if case.problem.dtype == "float64" and case.problem.bias_dtype != "float64":
         names.discard(

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from gradtruth.verify.checks.check import Judged, NotReached
 from gradtruth.verify.checks.subject import Subject
 from gradtruth.verify.error_map import error_map
 from gradtruth.verify.findings import ErrorMap, Kind
+from gradtruth.verify.same_bits import as_integers, same_bits
 from gradtruth.verify.standard import Scale, measured
 from gradtruth.verify.trial import Trial
 from gradtruth.verify.truth import budget
 
-__all__ = ["against_oracle", "bits", "differences", "same_bits", "unanswered"]
+__all__ = ["against_oracle", "bits", "differences", "unanswered"]
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BY_PLACE = ("out", "lse", "dq", "dk", "dv")  # outside every sequence: see exact_zeros
 _APART = 2.0  # two results that may each use their budget
 
@@ -101,19 +100,8 @@ def unanswered(subject: Subject) -> NotReached | None:
     return None if error is None else NotReached(f"the call itself raised {error}")
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal bit for bit, NaN included."""
-    return torch.equal(_as_integers(a), _as_integers(b))
-
-
 def _unequal(a: Tensor, b: Tensor) -> int:
-    return int((_as_integers(a) != _as_integers(b)).sum())
-
-
-def _as_integers(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+    return int((as_integers(a) != as_integers(b)).sum())
 
 
 def _judged(subject: Subject, name: str, tensor: Tensor, scale: Scale) -> Judged:

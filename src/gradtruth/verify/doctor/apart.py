@@ -11,12 +11,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradtruth.verify.findings import Kind, Row, Verdict, row_of_json
+from gradtruth.verify.findings import PROCESS, Kind, Row, Verdict, row_of_json
 
-__all__ = ["PROCESS", "Apart", "examine_apart"]
-
-PROCESS = "process"
-"""In place of the name of a check, where a backend's process did not end well."""
+__all__ = ["Apart", "examine_apart"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +24,7 @@ class Apart:
         device: "cuda", "cuda:1", "cpu".
         cases, checks: names.
         jobs: how many processes at once.
+        threads: of a process on the CPU; 0 is as many as torch takes.
         patience: seconds for one backend.
     """
 
@@ -34,6 +32,7 @@ class Apart:
     cases: Sequence[str]
     checks: Sequence[str]
     jobs: int = 4
+    threads: int = 0
     patience: float = 600.0
 
 
@@ -43,7 +42,8 @@ def examine_apart(backends: Sequence[str], how: Apart) -> Iterator[str | list[Ro
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(how.jobs) as pool:
         futures = {
             pool.submit(_examined, name, Path(folder) / f"{at}.jsonl", how): name
-            for at, name in enumerate(backends)
+            # The last ones compile, so they begin first.
+            for at, name in reversed(list(enumerate(backends)))
         }
         for future in as_completed(futures):
             found[futures[future]] = future.result()
@@ -54,7 +54,7 @@ def examine_apart(backends: Sequence[str], how: Apart) -> Iterator[str | list[Ro
 def _examined(name: str, target: Path, how: Apart) -> list[Row]:
     """The rows of one backend, those before its process died included."""
     command = [sys.executable, "-W", "ignore", "-m", "gradtruth.verify.doctor.worker", str(target)]
-    command += [how.device, name, ",".join(how.cases), ",".join(how.checks)]
+    command += [how.device, str(how.threads), name, ",".join(how.cases), ",".join(how.checks)]
     try:
         done = subprocess.run(
             command,
@@ -64,25 +64,29 @@ def _examined(name: str, target: Path, how: Apart) -> list[Row]:
             timeout=how.patience,
             check=False,
         )
-        ended = "" if done.returncode == 0 else _last_words(done.returncode, done.stderr)
     except subprocess.TimeoutExpired:
-        ended = f"it was not done after {how.patience:g} s"
+        # Slow is not wrong: what it was not asked is not reached.
+        ended, verdict = f"it was not done after {how.patience:g} s", Verdict.NOT_REACHED
+    else:
+        ended = "" if done.returncode == 0 else _last_words(done.returncode, done.stderr)
+        verdict = Verdict.ERROR
     rows, step = _written(target)
-    return [*rows, _end(name, rows, step, ended)] if ended else rows
+    return [*rows, _end(name, rows, step, (ended, verdict))] if ended else rows
 
 
-def _end(name: str, rows: list[Row], step: str, ended: str) -> Row:
+def _end(name: str, rows: list[Row], step: str, end: tuple[str, Verdict]) -> Row:
     """The row of a process that did not end well, under the case that it was at."""
     case = step.partition(":")[0] or "programme"
     same = next((row for row in rows if row.case == case), None)
+    ended, verdict = end
     return Row(
         case=case,
         case_id=same.case_id if same else "",
         problem=same.problem if same else "",
         backend=next((row.backend for row in rows if row.backend != "oracle"), name),
         check=PROCESS,
-        verdict=Verdict.ERROR,
-        kind=Kind.RAISED,
+        verdict=verdict,
+        kind=Kind.RAISED if verdict is Verdict.ERROR else None,
         detail=(f"its process ended{f' in {step}' if step else ''}: {ended}",),
     )
 

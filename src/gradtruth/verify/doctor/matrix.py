@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gradtruth.verify.doctor.advice import advice
-from gradtruth.verify.findings import SUPPORT, Kind, Row, Verdict
+from gradtruth.verify.findings import PROCESS, SUPPORT, Kind, Row, Verdict
 
 __all__ = ["Finding", "Matrix", "matrix"]
 
@@ -46,6 +46,7 @@ class Matrix:
         checks, backends: the names, in order.
         cells: per check, per backend: "right 20", "WRONG 2 of 22", "not claimed", "not reached", "refuses all".
         refusals: per backend that refuses everything: why, the commonest reason.
+        unfinished: per backend that was stopped before it had been asked everything: where.
         refused: per backend, how many cases it refuses of how many.
         findings: the faults.
     """
@@ -54,6 +55,7 @@ class Matrix:
     backends: tuple[str, ...]
     cells: tuple[tuple[str, ...], ...]
     refusals: dict[str, str]
+    unfinished: dict[str, str]
     refused: dict[str, tuple[int, int]]
     findings: tuple[Finding, ...]
 
@@ -81,6 +83,11 @@ def matrix(rows: Sequence[Row]) -> Matrix:
             )
             for name in backends
             if refused[name] == cases[name]
+        },
+        unfinished={
+            row.backend: "; ".join(row.detail)
+            for row in rows
+            if row.check == PROCESS and row.verdict is Verdict.NOT_REACHED
         },
         refused={name: (len(refused[name]), len(cases[name])) for name in backends},
         findings=_findings(rows),

@@ -1,6 +1,7 @@
 """A worker: one backend's examination in a process of its own, every step and row written as soon as it is known.
 
-``python -m gradtruth.verify.doctor.worker FILE DEVICE BACKEND CASES CHECKS``; cases and checks separated by commas.
+``python -m gradtruth.verify.doctor.worker FILE DEVICE THREADS BACKEND CASES CHECKS``; cases and checks have
+commas between them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ __all__ = ["main"]
 
 def main(arguments: list[str]) -> None:
     """Examine one backend and write JSON lines: a text where a step begins, an object for a row."""
-    target, device, backend, cases, checks = arguments
+    target, device, threads, backend, cases, checks = arguments
+    if int(threads):
+        torch.set_num_threads(int(threads))
     items = [item for item in PROGRAMME if item.name in cases.split(",")]
     with open(target, "w", encoding="utf-8") as lines:
         for event in examine(

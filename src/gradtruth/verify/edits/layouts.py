@@ -25,7 +25,15 @@ from gradtruth.verify.edits.places import (
 )
 from gradtruth.verify.truth.scoring import places
 
-__all__ = ["as_dense", "as_thd", "transposed", "without_gaps", "without_padding", "without_tail"]
+__all__ = [
+    "as_dense",
+    "as_thd",
+    "less_outside",
+    "transposed",
+    "without_gaps",
+    "without_padding",
+    "without_tail",
+]
 
 
 def as_thd(case: Case) -> Case:
@@ -120,19 +128,7 @@ def without_gaps(case: Case) -> Case:
     Raises:
         InvalidProblem: there are none, or it is not thd.
     """
-    found = _slots(case, "gaps")
-    sides = {
-        name: thd_side(
-            case.device,
-            [replace(span, gap=0) for span in chosen],
-            name,
-            tail=around(case, name).get("tail", range(0)),
-            longest=bias_rows(case, name),
-            bound=_bound(case, name),
-        )
-        for name, chosen in found.items()
-    }
-    return _smaller(case, moved(case, sides, "without gaps"), "gaps")
+    return _repacked(case, "gaps", keep_gaps=False)
 
 
 def without_tail(case: Case) -> Case:
@@ -141,19 +137,53 @@ def without_tail(case: Case) -> Case:
     Raises:
         InvalidProblem: there are none, or it is not thd.
     """
-    found = _slots(case, "a tail")
+    return _repacked(case, "a tail", keep_gaps=True)
+
+
+def _repacked(case: Case, what: str, *, keep_gaps: bool) -> Case:
+    """thd slots packed anew: with the gaps and what lies before them, or with the tail."""
+    kept = "lead" if keep_gaps else "tail"
     sides = {
         name: thd_side(
             case.device,
-            chosen,
+            chosen if keep_gaps else [replace(span, gap=0) for span in chosen],
             name,
-            lead=around(case, name).get("lead", range(0)),
+            **{kept: around(case, name).get(kept, range(0))},
             longest=bias_rows(case, name),
             bound=_bound(case, name),
         )
-        for name, chosen in found.items()
+        for name, chosen in _slots(case, what).items()
     }
-    return _smaller(case, moved(case, sides, "without a tail"), "a tail")
+    return _smaller(case, moved(case, sides, f"without {what}"), what)
+
+
+def less_outside(case: Case, most: int) -> Case:
+    """At most so many storage places outside sequences in a row: gaps, tail and head of thd, padding at either end.
+
+    Raises:
+        InvalidProblem: there are nowhere more, or full tensors, or a tile.
+    """
+    forbid_tiles(case)
+    problem = case.problem
+    if most < 0 or problem.spec.lengths == "full":
+        raise InvalidProblem(f"most is {most}, expected at least 0 of a case with places outside")
+    whole, sides = places(problem, case.inputs), {}
+    for name in SIDES:
+        found = spans(case, name, whole)
+        if problem.layout != "thd":
+            sides[name] = _trimmed(case, name, found, most)
+            continue
+        outside = around(case, name)
+        sides[name] = thd_side(
+            case.device,
+            [replace(span, gap=min(span.gap, most)) for span in found],
+            name,
+            lead=outside.get("lead", range(0))[:most],
+            tail=outside["tail"][:most],
+            longest=bias_rows(case, name),
+            bound=_bound(case, name),
+        )
+    return _smaller(case, moved(case, sides, f"at most {most} places outside"), "more outside")
 
 
 def without_padding(case: Case) -> Case:
@@ -178,14 +208,14 @@ def without_padding(case: Case) -> Case:
     return _smaller(case, moved(case, sides, "without padding"), "padding to spare")
 
 
-def _trimmed(case: Case, side: str, found: list[Span]) -> Side:
-    """A dense side without the columns that no sequence uses."""
+def _trimmed(case: Case, side: str, found: list[Span], spare: int = 0) -> Side:
+    """A dense side without the columns that no sequence uses, but for so many at either end."""
     problem, device = case.problem, case.device
     count = problem.seqlen_q if side == "q" else problem.seqlen_kv
     some = [span for span in found if span.length]
     first = min((span.start for span in some), default=0)
     last = max((span.start + span.length for span in some), default=0)
-    columns = torch.arange(first, last, device=device)
+    columns = torch.arange(max(0, first - spare), min(count, last + spare), device=device)
     rows = torch.arange(problem.batch, device=device).view(-1, 1) * count
     mask = getattr(case.inputs, f"padding_mask_{side}")
     lengths: dict[str, Tensor | None] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ def _known(case: Case, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _each(case: Case, names: Iterable[str], change, what: str) -> Case:  # noqa: ANN001
+def _each(case: Case, names: Iterable[str], change: Callable[[Tensor], Tensor], what: str) -> Case:
     found = _known(case, names)
     tensors = case.tensors()
     return edited(

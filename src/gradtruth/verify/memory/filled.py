@@ -53,7 +53,8 @@ def filled_memory(device: torch.device, byte: int, *, operators: bool = True) ->
             yield how
     elif device.type == "cpu":
         with _malloc(byte, how), EmptyFilled(byte) if operators else nullcontext():
-            how.words += " and every tensor made empty" if operators else ""
+            means = (how.words, "every tensor made empty" if operators else "")
+            how.words = " and ".join(filter(None, means))
             how.nothing = "" if how.words else "malloc of this system cannot be told to fill"
             yield how
     else:

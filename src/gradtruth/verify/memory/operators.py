@@ -36,7 +36,16 @@ _BAND = 512  # bytes on either side; what CUDA's allocator aligns to
 _CANARY = 0xA5
 
 
-class EmptyFilled(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """A mode beside which torch.compile goes on compiling, and its kernels run as they do without."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this a compiled function falls back to eager, and its frame stays so."""
+        return True
+
+
+class EmptyFilled(_Mode):
     """Fills what ``torch.empty`` and its like return.
 
     Args:
@@ -84,7 +93,7 @@ class Fresh:
         return int(changed.sum())
 
 
-class Guarding(TorchDispatchMode):
+class Guarding(_Mode):
     """Puts known bytes around every tensor that an operator makes without reading another.
 
     What is allocated inside a fused operator is out of its reach.

@@ -10,6 +10,7 @@ from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import Check, Judged
 from gradtruth.verify.engine import find
 from gradtruth.verify.findings import Kind
+from gradtruth.verify.trial import support_of
 
 __all__ = ["Calls", "Finding", "Shows", "finder"]
 
@@ -71,9 +72,8 @@ def finder(
     def shows(calls: Calls) -> Finding | None:
         backend = make()
         *preceding, case = calls
-        for before in preceding:
-            if not backend.supports(before.problem, before.device).ok:
-                return None
+        if not all(support_of(before, backend).ok for before in preceding):
+            return None
         for check in checks:
             for answer in _answers(case, backend, check, tuple(preceding)):
                 wanted = (tensor in (None, answer.tensor)) and kind in (None, answer.kind)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.edits.values import pattern
+from gradtruth.verify.same_bits import as_integers, same_bits
 
 __all__ = ["HELPERS", "expression", "helpers_of"]
 
@@ -60,38 +61,27 @@ def _dense(tensor: Tensor) -> str:
     sizes = "".join(f", {n}" for n in shape)
     if tensor.dim() == 0:
         return f"torch.tensor({tensor.item()!r}{_dtype(tensor)})"
-    if not tensor.numel() or not _bits(tensor).any():
+    if not tensor.numel() or not as_integers(tensor).any():
         return f"torch.zeros({sizes[2:] if len(shape) > 1 else shape}{_dtype(tensor)})"
-    if _same(tensor, tensor.reshape(-1)[:1].expand(shape)):
+    if same_bits(tensor, tensor.reshape(-1)[:1].expand(shape)):
         return f"torch.full({shape}, {tensor.reshape(-1)[0].item()!r}{_dtype(tensor)})"
     if tensor.is_floating_point():
         for factor in range(3, 14):
-            if _same(tensor, pattern(shape, factor).to(tensor.dtype)):
+            if same_bits(tensor, pattern(shape, factor).to(tensor.dtype)):
                 return f"ramp({factor}{sizes}){_cast(tensor)}"
     # A list keeps no bits of NaN but that it is one.
-    if tensor.numel() <= _LITERAL and _same(
+    if tensor.numel() <= _LITERAL and same_bits(
         tensor, torch.tensor(tensor.tolist(), dtype=tensor.dtype)
     ):
         numbers = str(tensor.tolist()).replace(" ", "")
         return f"torch.tensor({numbers}{_dtype(tensor)})"
-    raw = _bits(tensor).contiguous().numpy().tobytes()
+    raw = as_integers(tensor).contiguous().numpy().tobytes()
     text = base64.b85encode(zlib.compress(raw, 9)).decode()
     if len(text) > _PACKED:
         raise InvalidProblem(
             f"a tensor of shape {list(shape)} is {len(text)} characters, expected at most {_PACKED}"
         )
     return f"packed({text!r}, {tensor.dtype}{sizes})"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(kinds[tensor.element_size()])
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(_bits(a), _bits(b))
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gradtruth.errors import InvalidProblem
@@ -58,7 +59,8 @@ def minimise(
     Smaller is what ``minimise.size.size`` says: fewer calls before fewer sequences, then heads, tokens, storage,
     channels, options, and simpler values. Reductions are tried in this order, each on all calls alike and then on
     each, from the smallest candidate up; what shows the finding is kept, and all begin again until none does. So the
-    result is minimal for every single reduction, not the smallest that there is.
+    result is minimal for every single reduction, not the smallest that there is. Two things come out of turn, because
+    they make all later looks cheap, or clear: short sequences, and values in closed form.
 
     Args:
         case: the judged call.
@@ -88,13 +90,11 @@ def minimise(
         began=began,
     )
     complete = False
-    try:
+    with suppress(Exhausted):
         while not complete:
             before = size(search.calls)
             reduce_once(search)
             complete = size(search.calls) == before
-    except Exhausted:
-        pass
     return Minimised(
         case=search.calls[-1],
         preceding=search.calls[:-1],

@@ -11,6 +11,7 @@ from gradtruth.verify.edits.arrangement import contiguous, is_contiguous
 from gradtruth.verify.edits.channels import channels
 from gradtruth.verify.edits.crop import Keep, crop, lengths_of
 from gradtruth.verify.edits.heads import kv_heads, query_heads
+from gradtruth.verify.edits.layouts import less_outside
 from gradtruth.verify.edits.options import OPTIONS, options_of, without
 from gradtruth.verify.edits.sequences import sequences
 from gradtruth.verify.edits.values import NUMBERS, integers, patterned, round_values, zeros
@@ -75,13 +76,22 @@ def _query_heads(search: Search, at: int | None) -> None:
     search.subset(f"query heads of every group{_name(search, at)}", count, build)
 
 
+def _shorter(search: Search) -> None:
+    """All sequences of all calls: what makes every later look cheap."""
+    _fewer_tokens(search, None, ("queries", "keys"))
+
+
 def _tokens(search: Search, at: int | None) -> None:
     """Queries and keys together, then each."""
     for sides in (("queries", "keys"), ("queries",), ("keys",)):
-        for keep in _KEEPS:
-            what = f"the {keep} {' and '.join(sides)}{_name(search, at)}"
-            longest = max((_longest(case, sides) for case in _of(search.calls, at)), default=0)
-            search.least(what, longest, partial(_cropped, at=at, sides=sides, keep=keep))
+        _fewer_tokens(search, at, sides)
+
+
+def _fewer_tokens(search: Search, at: int | None, sides: tuple[str, ...]) -> None:
+    for keep in _KEEPS:
+        what = f"the {keep} {' and '.join(sides)}{_name(search, at)}"
+        longest = max((_longest(case, sides) for case in _of(search.calls, at)), default=0)
+        search.least(what, longest, partial(_cropped, at=at, sides=sides, keep=keep))
 
 
 def _cropped(
@@ -111,6 +121,16 @@ def _cropped_alone(calls: Calls, count: int, *, at: int, n: int, side: str, keep
 
 def _lengths(case: Case, side: str) -> list[int]:
     return lengths_of(case)[0 if side == "queries" else 1]
+
+
+def _outside(search: Search, at: int | None) -> None:
+    """Places outside sequences: gaps, tails, padding."""
+
+    def build(calls: Calls, most: int) -> Calls:
+        return _edit(calls, at, lambda case: less_outside(case, most))
+
+    high = max(max(case.problem.seqlen_q, case.problem.seqlen_kv) for case in _of(search.calls, at))
+    search.least(f"places outside in a row, at most{_name(search, at)}", high, build, low=0)
 
 
 def _channels(search: Search, at: int | None) -> None:
@@ -245,14 +265,16 @@ REDUCTIONS: tuple[Callable[[Search], None], ...] = (
     _fewer_calls,
     _contiguous,
     _on_each(_closed_form),
+    _shorter,
     _on_each(_sequences),
     _on_each(_kv_heads),
     _on_each(_query_heads),
     _on_each(_tokens),
     _tokens_of_sequences,
+    _on_each(_outside),
     _on_each(_channels),
     _on_each(_options),
     _on_each(_closed_form),
     _on_each(_values),
 )
-"""The largest steps first."""
+"""In the order of ``size``, but for what makes the others cheap or clear: short sequences and closed forms."""

@@ -37,7 +37,7 @@ def _examination(run: Run, found: Matrix) -> str:
     parts = ["# Attention examined", conclusion(run.rows), _table(*matrix_lines(found))]
     refusals = refusal_lines(found)
     if refusals:
-        parts += ["## Not examined", _table(("backend", "why"), refusals)]
+        parts += ["## Not examined, or not to the end", _table(("backend", "why"), refusals)]
     parts += ["## Findings"]
     lines = [finding_line(finding) for finding in found.findings]
     parts += [_table(NAMES, lines) if lines else "None."]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TextIO
 
-from gradtruth.verify.doctor.apart import PROCESS
 from gradtruth.verify.doctor.matrix import Finding, Matrix
-from gradtruth.verify.findings import SUPPORT, Run
+from gradtruth.verify.findings import PROCESS, SUPPORT, Run
 from gradtruth.verify.report.cells import conclusion, one_line
 from gradtruth.verify.report.console import print_table
 
@@ -23,7 +22,7 @@ def print_matrix(found: Matrix, run: Run, stream: TextIO, *, saved: Path | None 
     print_table(names, lines, stream)
     refusals = refusal_lines(found)
     if refusals:
-        stream.write("\nnot examined:\n")
+        stream.write("\nnot examined, or not to the end:\n")
         print_table(("backend", "why"), refusals, stream)
     stream.write(f"\n{len(found.findings)} findings\n")
     if found.findings:
@@ -56,8 +55,8 @@ def matrix_lines(found: Matrix) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def refusal_lines(found: Matrix) -> list[tuple[str, str]]:
-    """Backends that refuse every problem, with the commonest reason."""
-    return [(name, one_line(text)) for name, text in found.refusals.items()]
+    """Backends that refuse every problem, with the commonest reason, and those that were stopped, with where."""
+    return [(name, one_line(text)) for name, text in (found.refusals | found.unfinished).items()]
 
 
 def finding_line(finding: Finding) -> tuple[str, ...]:

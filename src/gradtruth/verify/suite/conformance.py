@@ -12,6 +12,7 @@ from gradtruth.backends import Backend, get
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import Claims
 from gradtruth.core.tensors import Forward, Grads, Inputs
+from gradtruth.verify.same_bits import same_bits
 from gradtruth.verify.suite.inputs import Sample
 from gradtruth.verify.suite.poison import poison_forward
 from gradtruth.verify.truth import oracle
@@ -134,7 +135,7 @@ def examine(sample: Sample, backend: Backend, truth: Truth) -> list[str]:
     found = [
         f"the backend wrote its input {name}"
         for name, tensor in _given(sample)
-        if not _same_bits(tensor, before[name])
+        if not same_bits(tensor, before[name])
     ]
     storages = {
         tensor.untyped_storage().data_ptr() for _, tensor in _given(sample) if tensor.numel()
@@ -152,14 +153,6 @@ def _given(sample: Sample) -> Iterator[tuple[str, Tensor]]:
     yield "dout", sample.dout
     if sample.dlse is not None:
         yield "dlse", sample.dlse
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.is_floating_point():
-        kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-        kind = kinds[a.element_size()]
-        a, b = a.contiguous().view(kind), b.contiguous().view(kind)
-    return torch.equal(a, b)
 
 
 def _forms(problem: Problem, inputs: Inputs) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

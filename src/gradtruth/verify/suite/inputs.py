@@ -11,6 +11,7 @@ from gradtruth.core.layout import stored
 from gradtruth.core.problem import DTYPES, Problem
 from gradtruth.core.tensors import Inputs, Wanted
 from gradtruth.errors import InvalidProblem
+from gradtruth.verify.cases.case import Case
 from gradtruth.verify.suite.arrangement import arrange, arrange_dout
 from gradtruth.verify.suite.families import FAMILIES, noise, values
 from gradtruth.verify.suite.poison import poison, poison_lse, poison_rows
@@ -42,6 +43,17 @@ class Sample:
     dout: Tensor
     dlse: Tensor | None
     wanted: Wanted
+
+    @staticmethod
+    def of(case: Case) -> Sample:
+        """The tensors of a case, with every gradient that it has."""
+        return Sample(
+            problem=case.problem,
+            inputs=case.inputs,
+            dout=case.dout,
+            dlse=case.dlse,
+            wanted=Recipe(problem=case.problem).outputs,
+        )
 
 
 def make(recipe: Recipe, device: Device = "cpu") -> Sample:

@@ -2,7 +2,7 @@
 
 It loops over sequences and blocks of queries, so no S x T tensor exists. It shares nothing with a backend
 beyond ``core``: its own scoring chain, its own comparisons for the band, its own placing of dropout words.
-The magnitudes that come with every tensor are derived in ``verify/README.md``.
+The magnitudes that come with every tensor are derived in ``verify/truth/README.md``.
 """
 
 from __future__ import annotations

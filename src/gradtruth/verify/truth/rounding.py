@@ -1,6 +1,6 @@
 """How large the rounding errors of a healthy low-precision attention can be: bound and spread of every sum.
 
-The derivation is in ``verify/README.md``. Bounds and spreads are in units of one eps (``Rounding.unit``) and
+The derivation is in ``verify/truth/README.md``. Bounds and spreads are in units of one eps (``Rounding.unit``) and
 computed in fp64 from the same terms as the values. H query heads, G KV heads, b queries of a block, T keys.
 """
 
