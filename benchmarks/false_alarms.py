@@ -6,6 +6,9 @@ Problems are the conformance suite's, then rows drawn from the same axes with ot
 Each is examined as ``gradtruth.testing.assert_verified`` does: forward and backward against the oracle, inputs not
 written, results of the right form. The oracle and the yardstick run once per problem, for all backends. A finding is
 a false alarm or a fault: nothing here decides which, so each comes with the line that repeats it.
+
+Results are written every few seconds, and what a file holds is not run again: a run that was stopped goes on, more
+problems and other backends join the same file. With other budgets a file is begun anew.
 """
 
 from __future__ import annotations
@@ -16,16 +19,14 @@ import multiprocessing
 import platform
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import gradtruth
+from benchmarks.alarms import Alarms
 from gradtruth.backends import Backend, get
 from gradtruth.testing import repeat, unpoisoned
 from gradtruth.verify.suite.conformance import Truth, examine, truth_of
@@ -53,17 +54,25 @@ PLAIN: dict[str, tuple[str, ...]] = {
     "wanted": ("all",),
 }
 """Every second drawn problem is one that nearly every backend takes."""
+_SAVED_EVERY = 10.0  # seconds
+_PATIENCE = 900.0  # seconds for one problem, the compilation of a kernel included
+
+Task = tuple[int, Recipe, tuple[str, ...]]
+"""The number of a problem, the problem, and who is asked."""
+Answer = tuple[str, str, list[str]]
+"""A backend, its answer (right, alarm, raised, refuses) and the findings."""
 
 
 def recipes(problems: int) -> Iterator[Recipe]:
     """The suite's recipes in these dtypes, then drawn ones; the first N are the same in every run."""
     made = 0
-    for recipe in (*suite().recipes, *(drawn(FIRST_SEED + at) for at in range(2 * problems))):
+    for recipe in (*suite().recipes, *(FIRST_SEED + at for at in range(3 * problems))):
         if made == problems:
             return
-        if recipe is not None and recipe.problem.dtype in DTYPES:
+        found = drawn(recipe) if isinstance(recipe, int) else recipe
+        if found is not None and found.problem.dtype in DTYPES:
             made += 1
-            yield recipe
+            yield found
 
 
 def drawn(seed: int) -> Recipe | None:
@@ -82,20 +91,21 @@ def drawn(seed: int) -> Recipe | None:
 
 
 class Examiner:
-    """All backends on one problem after the other."""
+    """Backends on one problem after the other."""
 
-    def __init__(self, names: Sequence[str], device: str) -> None:
-        self.backends = [get(name) for name in names]
+    def __init__(self, device: str) -> None:
         self.device = torch.device(device)
+        self.lost = False
 
-    def examine(self, recipe: Recipe) -> list[tuple[str, str, list[str]]]:
-        """(backend, answer, findings): the answer is right, alarm, refuses or raised."""
+    def examine(self, recipe: Recipe, names: Sequence[str]) -> list[Answer]:
+        """What each backend answers."""
         poisoned = make(recipe, self.device)
         samples: dict[bool, tuple[Sample, Truth]] = {}
-        found = []
-        for backend in self.backends:
+        found: list[Answer] = []
+        for name in names:
+            backend = get(name)
             if self._refuses(backend, poisoned):
-                found.append((backend.name, "refuses", []))
+                found.append((name, "refuses", []))
                 continue
             claims = backend.claims(poisoned.problem, self.device)
             clean = recipe.poison != "none" and not claims.shielded
@@ -106,9 +116,12 @@ class Examiner:
             try:
                 lines = examine(sample, backend, truth)
             except Exception as error:  # noqa: BLE001 - one problem must not end the run
-                found.append((backend.name, "raised", [f"{type(error).__name__}: {error}"]))
+                self.lost = not self._answers()
+                found.append((name, "raised", [f"{type(error).__name__}: {error}"[:2000]]))
+                if self.lost:
+                    return found
                 continue
-            found.append((backend.name, "alarm" if lines else "right", lines))
+            found.append((name, "alarm" if lines else "right", lines))
         return found
 
     def _refuses(self, backend: Backend, sample: Sample) -> bool:
@@ -118,52 +131,67 @@ class Examiner:
         dropped = sample.problem.spec.dropout_p not in (0.0, 1.0)
         return dropped and not backend.claims(sample.problem, self.device).global_dropout
 
+    def _answers(self) -> bool:
+        """Whether the device still does: after an illegal access a process gets nothing more from it."""
+        try:
+            torch.ones(1, device=self.device).sum().item()
+        except RuntimeError:
+            return False
+        return True
+
 
 _EXAMINER: list[Examiner] = []  # of this worker process
 
 
-def start_worker(names: Sequence[str], device: str) -> None:
-    """Make the backends of a worker process."""
+def start_worker(device: str) -> None:
+    """Make the examiner of a worker process."""
     torch.set_num_threads(1)
-    _EXAMINER[:] = [Examiner(names, device)]
+    _EXAMINER[:] = [Examiner(device)]
 
 
-def work(recipe: Recipe) -> tuple[Recipe, list[tuple[str, str, list[str]]]]:
-    """One problem in a worker process."""
-    return recipe, _EXAMINER[0].examine(recipe)
+def work(task: Task) -> tuple[int, str, list[Answer], list[str]]:
+    """One problem in a worker process: number, dtype, answers, and how to repeat the findings.
+
+    Raises:
+        SystemExit: the problem before has cost this process its device; the pool starts another one.
+    """
+    at, recipe, names = task
+    if _EXAMINER[0].lost:
+        raise SystemExit(1)
+    answers = _EXAMINER[0].examine(recipe, names)
+    return at, recipe.problem.dtype, answers, [repeat(recipe, name) for name, *_ in answers]
 
 
-def sweep(
-    todo: Sequence[Recipe], seconds: float, workers: int, names: Sequence[str], device: str
-) -> dict[str, Any]:
+def tasks(alarms: Alarms, names: Sequence[str], problems: int, skip: int) -> Iterator[Task]:
+    """What is not done yet."""
+    for at, recipe in enumerate(recipes(problems)):
+        left = tuple(name for name in names if at not in alarms.done[name])
+        if left and at >= skip:
+            yield at, recipe, left
+
+
+def sweep(alarms: Alarms, todo: Iterator[Task], seconds: float, workers: int, path: Path) -> None:
     """Examine until the problems or the time are used up."""
-    start = time.perf_counter()
-    counts: dict[str, Counter[str]] = {name: Counter() for name in names}
-    dtypes: Counter[str] = Counter()
-    alarms = []
+    start = saved = time.perf_counter()
     context = multiprocessing.get_context("spawn")
-    with context.Pool(workers, start_worker, (names, device)) as pool:
-        for at, (recipe, answers) in zip(count(1), pool.imap_unordered(work, todo), strict=False):
-            dtypes[recipe.problem.dtype] += 1
-            for name, answer, lines in answers:
-                counts[name][answer] += 1
-                if answer in ("alarm", "raised"):
-                    alarms.append(
-                        {"backend": name, "findings": lines, "repeat": repeat(recipe, name)}
-                    )
-                    print(f"{name} {answer}: {lines}\n  {repeat(recipe, name)}", flush=True)
-            if at % 100 == 0:
-                print(f"{at} problems, {time.perf_counter() - start:.0f} s", flush=True)
-            if time.perf_counter() - start > seconds:
-                pool.terminate()
+    with context.Pool(workers, start_worker, (alarms.device,)) as pool:
+        results = pool.imap_unordered(work, todo)
+        while (left := start + seconds - time.perf_counter()) > 0:
+            try:
+                at, dtype, answers, lines = results.next(min(left, _PATIENCE))
+            except (StopIteration, multiprocessing.TimeoutError):
                 break
-    return {
-        "problems": sum(dtypes.values()),
-        "dtypes": dict(sorted(dtypes.items())),
-        "counts": {name: dict(sorted(found.items())) for name, found in counts.items()},
-        "seconds": round(time.perf_counter() - start),
-        "alarms": sorted(alarms, key=lambda alarm: (alarm["backend"], alarm["repeat"])),
-    }
+            for (name, answer, found), line in zip(answers, lines, strict=True):
+                alarms.enter(at, dtype, name, answer, found, line)
+                if found:
+                    print(f"{name} {answer}: {found}\n  {line}", flush=True)
+            if time.perf_counter() - saved > _SAVED_EVERY:
+                saved = time.perf_counter()
+                alarms.save(path)
+                print(f"{saved - start:.0f} s: {alarms.examined} problems", flush=True)
+        pool.terminate()
+    alarms.seconds += round(time.perf_counter() - start)
+    alarms.save(path)
 
 
 def parsed() -> argparse.Namespace:
@@ -172,7 +200,7 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--problems", type=int, default=3200)
-    parser.add_argument("--skip", type=int, default=0, help="go on after so many problems")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many problems")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--backends", type=lambda text: text.split(","), default=list(HEALTHY))
@@ -186,20 +214,20 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Run, print each finding as it comes, and write everything."""
     given = parsed()
-    todo = list(recipes(given.problems))[given.skip :]
-    found = sweep(todo, given.seconds, given.workers, given.backends, given.device)
+    for name in given.backends:
+        get(name)
     today = datetime.now(UTC).date().isoformat()
     place = Path(__file__).parent / "results" / f"{today}-false-alarms-{given.device}.json"
-    cuda = given.device != "cpu"
-    result = {
-        "command": "python -m benchmarks.false_alarms",
-        "machine": torch.cuda.get_device_name() if cuda else platform.machine(),
-        "versions": {"gradtruth": gradtruth.__version__, "torch": torch.__version__},
-        **found,
-    }
-    (given.json or place).write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({k: v for k, v in result.items() if k != "alarms"}, indent=2))
-    if found["alarms"]:
+    path = given.json or place
+    machine = platform.machine() if given.device == "cpu" else torch.cuda.get_device_name()
+    alarms = Alarms.load(path, given.device, machine)
+    todo = tasks(alarms, given.backends, given.problems, given.skip)
+    sweep(alarms, todo, given.seconds, given.workers, path)
+    summary: dict[str, Any] = alarms.as_json()
+    summary.pop("done")
+    found = summary.pop("alarms")
+    print(json.dumps(summary, indent=2))
+    if found:
         raise SystemExit(1)
 
 
