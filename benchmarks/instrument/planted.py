@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
 from tests.mutants.catalogue import CATALOGUE, Mutant
 
+from benchmarks.instrument.probing import PROBES
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import CHECKS, Check, named
 from gradtruth.verify.doctor.programme import PROGRAMME, Item, case_of
@@ -25,6 +27,7 @@ __all__ = [
     "FAMILIES",
     "ITEMS",
     "LAWS",
+    "PROBED",
     "QUICK",
     "Cells",
     "by_check",
@@ -38,8 +41,10 @@ ITEMS: dict[str, Item] = {item.name: item for item in PROGRAMME}
 QUICK = tuple(item.name for item in PROGRAMME if item.quick)
 ASKED: tuple[Check, ...] = tuple(check for check in CHECKS if check.device is None)
 LAWS = {"law A": "<q, dq>", "law B": "<v, dv>", "law C": "sum of dk"}  # how their findings begin
+PROBED = PROBES.name
 _LAW_CHECK = "conservation"
-_VALUES = named(("forward", "backward", _LAW_CHECK))
+_VALUES = named(("forward", "backward"))
+_ALONE = {_LAW_CHECK: "law", PROBED: "probe"}  # what each says in a cell of values
 _FOUND = (Verdict.WRONG, Verdict.ERROR)
 _SILENT = (Verdict.REFUSES, Verdict.NOT_REACHED)
 
@@ -62,51 +67,56 @@ def groups() -> dict[str, list[Mutant]]:
     return dict(found)
 
 
-def by_check(item: str, mutants: Iterable[Mutant], checks: Iterable[Check] = ASKED) -> Cells:
-    """Their problem, every check that a CPU can ask, and the laws one by one.
-
-    Every check gets fresh kernels, for a kernel may keep what an earlier check did.
-    """
-    case, mutants = case_of(ITEMS[item].recipe), list(mutants)
-    found: Cells = {mutant.name: {} for mutant in mutants}
-    for check in checks:
-        for name, rows in _asked(case, mutants, (check,)).items():
-            found[name][check.name] = _cell(rows)
-            if check.name == _LAW_CHECK:
-                found[name] |= {law: _cell(_of_law(rows, text)) for law, text in LAWS.items()}
+def by_check(item: str, mutants: Iterable[Mutant]) -> Cells:
+    """Every check that a CPU can ask, the laws one by one, and the probes."""
+    case = case_of(ITEMS[item].recipe)
+    found: Cells = {}
+    for name, rows in _asked(case, list(mutants), (*ASKED, PROBES)).items():
+        cells = found[name] = {check: _cell(rows[check]) for check in rows}
+        for law, text in LAWS.items():
+            cells[law] = _cell(_of_law(rows[_LAW_CHECK], text))
     return found
 
 
 def values(item: str, mutants: Iterable[Mutant], family: str | None = None) -> Cells:
     """A problem with the values of a family, its own by default, in one column named after either.
 
-    Both halves against the oracle; "law" in a cell says that a conservation law alone would have found it.
+    Both halves against the oracle; "law" and "probe" in a cell say that a conservation law or the probes alone
+    would have found it.
     """
     recipe = ITEMS[item].recipe
     case = case_of(recipe if family is None else replace(recipe, family=family))
-    asked = _asked(case, list(mutants), _VALUES)
-    return {name: {family or item: _cell(rows)} for name, rows in asked.items()}
-
-
-def _asked(case: Case, mutants: list[Mutant], checks: tuple[Check, ...]) -> dict[str, list[Row]]:
-    """The rows of every fault."""
-    found: dict[str, list[Row]] = {mutant.name: [] for mutant in mutants}
-    for row in _rows(case, [_kernel(mutant) for mutant in mutants], checks):
-        found[row.backend].append(row)
+    checks = (*_VALUES, *named((_LAW_CHECK,)), PROBES)
+    found: Cells = {}
+    for name, rows in _asked(case, list(mutants), checks).items():
+        cell = _cell([row for check in _VALUES for row in rows[check.name]])
+        alone = [word for check, word in _ALONE.items() if _cell(rows[check]).strip("-")]
+        found[name] = {family or item: " ".join([*cell.split(), *alone])}
     return found
 
 
-def _rows(case: Case, kernels: list, checks: tuple[Check, ...]) -> Iterator[Row]:
-    for event in verify_case(case, kernels, name="planted", checks=checks):
+def _asked(
+    case: Case, mutants: list[Mutant], checks: tuple[Check, ...]
+) -> dict[str, dict[str, list[Row]]]:
+    """The rows of every fault by check, against one oracle.
+
+    Every check gets a fresh kernel, for a kernel may keep what an earlier check did.
+    """
+    torch.manual_seed(0)
+    kernels, asked, place = [], {}, {}
+    for mutant in mutants:
+        for check in checks:
+            kernel = mutant.make()
+            kernel.name = f"{mutant.name} {check.name}"
+            kernels.append(kernel)
+            asked[kernel.name] = (check,)
+            place[kernel.name] = mutant.name, check.name
+    found = {mutant.name: {check.name: [] for check in checks} for mutant in mutants}
+    for event in verify_case(case, kernels, name="planted", checks=lambda x: asked[x.name]):
         if isinstance(event, Row):
-            yield event
-
-
-def _kernel(mutant: Mutant) -> object:
-    """A fresh kernel under the name of its fault."""
-    kernel = mutant.make()
-    kernel.name = mutant.name
-    return kernel
+            name, check = place[event.backend]
+            found[name][check].append(event)
+    return found
 
 
 def _of_law(rows: list[Row], text: str) -> list[Row]:
