@@ -165,7 +165,7 @@ def work(task: Task) -> tuple[int, str, list[Answer], list[str]]:
 def tasks(alarms: Alarms, names: Sequence[str], problems: int, skip: int) -> Iterator[Task]:
     """What is not done yet."""
     for at, recipe in enumerate(recipes(problems)):
-        left = tuple(name for name in names if at not in alarms.done[name])
+        left = tuple(name for name in names if at not in alarms.done.get(name, ()))
         if left and at >= skip:
             yield at, recipe, left
 

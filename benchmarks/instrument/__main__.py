@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.instrument.document import render
 from benchmarks.instrument.pool import run
-from benchmarks.instrument.results import load
+from benchmarks.instrument.results import alarms, load
 from benchmarks.instrument.tasks import PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def main() -> None:
         parser.error(f"--parts is {sorted(unknown)}, expected some of {', '.join(PARTS)}")
     if not given.render:
         run(given.results, given.parts, given.workers, given.seconds)
-    given.document.write_text(render(load(given.results)))
+    given.document.write_text(render(load(given.results), alarms(RESULTS.parent)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.instrument.elementwise import SCALE, TOLERANCE
@@ -37,11 +38,17 @@ scale from sequence to sequence, head to head and row to row (family `heterogene
 """
 
 
-def render(results: dict[str, Any]) -> str:
+_ALARMS = """Healthy backends over generated problems, judged as `gradtruth.testing.assert_verified` judges:
+`python -m benchmarks.false_alarms`. Of the problems that a backend takes:
+"""
+
+
+def render(results: dict[str, Any], alarms: Sequence[dict[str, Any]] = ()) -> str:
     """The document.
 
     Args:
         results: budgets, sensitivity, checks, families, problems and elementwise, as the run stored them.
+        alarms: results of searches for false alarms, one per device.
     """
     by_check = [*(check.name for check in ASKED), *LAWS, PROBED]
     parts = [
@@ -49,6 +56,8 @@ def render(results: dict[str, Any]) -> str:
         _summary(results),
         f"## Sensitivity\n\n{_SENSITIVITY}",
         _sensitivity(results["sensitivity"]),
+        f"## False alarms\n\n{_ALARMS}",
+        *map(_alarms, alarms),
         f"## By check\n\n{_BY_CHECK}",
         _matrix(results["checks"], by_check, own=True),
         f"## By family\n\n{_BY_FAMILY}",
@@ -121,6 +130,17 @@ def _sensitivity(found: dict[str, dict[str, Any]]) -> str:
     }
     text = ", ".join(f"{_factor(e)} in {dtype}" for dtype, e in worst.items())
     return f"Over all of them: {text}.\n\n{_table(head, rows)}"
+
+
+def _alarms(found: dict[str, Any]) -> str:
+    rows = []
+    for backend, by_dtype in found["counts"].items():
+        for dtype, counts in by_dtype.items():
+            right, alarms = counts.get("right", 0), counts.get("alarm", 0) + counts.get("raised", 0)
+            rows.append([backend, dtype, str(right + alarms), str(right), str(alarms)])
+    where = f"{found['machine']}, torch {found['versions']['torch']}, {found['problems']} problems"
+    table = _table(["backend", "dtype", "problems", "right", "findings"], rows)
+    return f"{where}:\n\n{table}"
 
 
 def _factor(e: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.instrument.budgets import budgets, same
 from benchmarks.instrument.tasks import PARTS, Task
 
-__all__ = ["load", "merge", "save"]
+__all__ = ["alarms", "load", "merge", "save"]
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -19,6 +19,14 @@ def load(path: Path) -> dict[str, Any]:
         return empty
     found = json.loads(path.read_text())
     return found if same(found.get("budgets", {}), empty["budgets"]) else empty
+
+
+def alarms(folder: Path) -> list[dict[str, Any]]:
+    """The newest search for false alarms on each device, on the CPU first."""
+    newest: dict[str, Path] = {}
+    for path in sorted(folder.glob("*-false-alarms-*.json")):
+        newest[path.stem.rpartition("-")[2]] = path
+    return [json.loads(newest[device].read_text()) for device in sorted(newest)]
 
 
 def merge(results: dict[str, Any], task: Task, found: dict[str, Any]) -> None:

@@ -6,18 +6,22 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks import false_alarms
 from benchmarks.instrument import elementwise, planted, sensitivity
 from benchmarks.instrument.budgets import budgets, same
 from benchmarks.instrument.document import render
+from benchmarks.instrument.results import alarms
 from benchmarks.instrument.tasks import columns, tasks
 
 ROOT = Path(__file__).parents[2]
-RESULTS = json.loads((ROOT / "benchmarks/results/instrument.json").read_text())
+FOLDER = ROOT / "benchmarks/results"
+RESULTS = json.loads((FOLDER / "instrument.json").read_text())
+ALARMS = {found["device"]: found for found in alarms(FOLDER)}
 FAULTS = planted.planted()
 
 
 def test_the_document_is_rendered_from_the_results():
-    assert (ROOT / "docs/instrument.md").read_text() == render(RESULTS)
+    assert (ROOT / "docs/instrument.md").read_text() == render(RESULTS, alarms(FOLDER))
 
 
 def test_it_was_made_with_the_budgets_of_today():
@@ -81,3 +85,18 @@ def test_a_sample_of_the_cells_is_found_again(item):
     assert elementwise.caught(item, faults) == {
         x.name: RESULTS["elementwise"][x.name] for x in faults
     }
+
+
+@pytest.mark.parametrize("device", ALARMS)
+def test_healthy_backends_raised_no_alarm_with_the_budgets_of_today(device):
+    found = ALARMS[device]
+    assert same(found["budgets"], RESULTS["budgets"])
+    assert found["problems"] >= 3000
+    assert found["alarms"] == []
+
+
+def test_the_healthy_backends_of_a_cpu_were_asked_in_every_dtype():
+    counts = ALARMS["cpu"]["counts"]
+    assert set(counts) >= set(false_alarms.HEALTHY)
+    right = {(x, d): counts[x][d].get("right", 0) for x in counts for d in false_alarms.DTYPES}
+    assert {key: n for key, n in right.items() if n < 100} == {}
