@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.instrument.elementwise import SCALE, TOLERANCE
-from benchmarks.instrument.planted import ASKED, FAMILIES, LAWS, PROBED, QUICK, planted
-from benchmarks.instrument.probing import COLUMNS, ROWS
+from benchmarks.instrument.planted import ASKED, FAMILIES, LAWS, QUICK, Cells, planted
+from benchmarks.instrument.probing import COLUMNS, PROBES, ROWS
 from benchmarks.instrument.sensitivity import DTYPES, lines
 
 __all__ = ["render"]
@@ -47,23 +47,28 @@ def render(results: dict[str, Any], alarms: Sequence[dict[str, Any]] = ()) -> st
     """The document.
 
     Args:
-        results: budgets, sensitivity, checks, families, problems and elementwise, as the run stored them.
+        results: budgets, and checks, families, problems, probes, elementwise and sensitivity as they were stored.
         alarms: results of searches for false alarms, one per device.
     """
-    by_check = [*(check.name for check in ASKED), *LAWS, PROBED]
+    by_check = [*(check.name for check in ASKED), *LAWS, PROBES.name]
+    probes = results["probes"]
+    checks = {
+        name: each | {PROBES.name: probes.get(name, {}).get(planted()[name].item)}
+        for name, each in results["checks"].items()
+    }
     parts = [
         _HEAD,
-        _summary(results),
+        _summary(results, checks),
         f"## Sensitivity\n\n{_SENSITIVITY}",
         _sensitivity(results["sensitivity"]),
         f"## False alarms\n\n{_ALARMS}",
         *map(_alarms, alarms),
         f"## By check\n\n{_BY_CHECK}",
-        _matrix(results["checks"], by_check, own=True),
+        _matrix(checks, by_check),
         f"## By family\n\n{_BY_FAMILY}",
-        _matrix(results["families"], list(FAMILIES)),
+        _matrix(results["families"], list(FAMILIES), probes),
         f"## By problem\n\n{_BY_PROBLEM}",
-        _matrix(results["problems"], list(QUICK)),
+        _matrix(results["problems"], list(QUICK), probes),
         "## The faults\n",
         _faults(results),
         "## The budgets' constants\n",
@@ -80,24 +85,24 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines_) + "\n"
 
 
-def _summary(results: dict[str, Any]) -> str:
-    faults, checks = planted(), results["checks"]
+def _summary(results: dict[str, Any], checks: Cells) -> str:
+    faults, families = planted(), results["families"]
     asked = [name for name in faults if name in checks]
+    own = {
+        name: m.check for name, m in faults.items() if m.finding in _words(checks, name, m.check)
+    }
     counts = {
-        "by the check that is there for it": sum(_named(results, name) for name in asked),
-        "by any check": sum(any(_hit(x) for x in checks[name].values()) for name in asked),
-        "by one call against the oracle": sum(
-            _hit(checks[name].get("forward")) or _hit(checks[name].get("backward"))
-            for name in asked
+        "by the check that is there for it, as the kind of finding that it is": len(own),
+        "by one call against the oracle": _count(checks, asked, ("forward", "backward")),
+        "by one call against the oracle, with the values of some family": _count(
+            families, list(families), FAMILIES, ignored="law"
         ),
-        "by a conservation law": sum(_hit(checks[name].get("conservation")) for name in asked),
-        "by the probes": sum(_hit(checks[name].get(PROBED)) for name in asked),
-        "by one call with the values of some family": sum(
-            any("L" in m or "P" in m or "x" in m for m in map(_mark, each.values()))
-            for name, each in results["families"].items()
+        "by a conservation law": _count(checks, asked, LAWS),
+        f"by {ROWS} rows and {COLUMNS} columns that are probed": _count(
+            checks, asked, (PROBES.name,)
         ),
-        f"by elementwise allclose, atol = rtol = {TOLERANCE:g}, on {SCALE:g} * Gaussian inputs, "
-        "out and every gradient of one call": sum(results["elementwise"].values()),
+        f"by elementwise allclose with atol = rtol = {TOLERANCE:g} on {SCALE:g} * Gaussian inputs: out and every "
+        "gradient of one call": sum(results["elementwise"].values()),
     }
     of = len(faults)
     text = _table(["found", f"of {of} planted faults"], [[k, str(v)] for k, v in counts.items()])
@@ -106,14 +111,14 @@ def _summary(results: dict[str, Any]) -> str:
     return text + unfinished
 
 
-def _hit(cell: str | None) -> bool:
-    """Something was found."""
-    return bool((cell or "").strip("-"))
+def _count(cells: Cells, names: list[str], columns: Iterable[str], ignored: str = "") -> int:
+    """Of how many faults a column says something."""
+    return sum(any(_words(cells, name, x) - {ignored} for x in columns) for name in names)
 
 
-def _named(results: dict[str, Any], name: str) -> bool:
-    mutant = planted()[name]
-    return mutant.finding in results["checks"].get(name, {}).get(mutant.check, "").split()
+def _words(cells: Cells, name: str, column: str) -> set[str]:
+    """The kinds in a cell."""
+    return set((cells.get(name, {}).get(column) or "").replace("-", "").split())
 
 
 def _sensitivity(found: dict[str, dict[str, Any]]) -> str:
@@ -147,30 +152,26 @@ def _factor(e: float) -> str:
     return "never" if math.isinf(e) else f"1 + {e:.2g}"
 
 
-def _matrix(cells: dict[str, dict[str, str]], columns: list[str], *, own: bool = False) -> str:
+def _matrix(cells: Cells, columns: list[str], probes: Cells | None = None) -> str:
+    """Rows of marks: of single checks, or with probes of values against oracle, laws and probes."""
     rows = []
     for name, mutant in planted().items():
-        mine = {x: cells.get(name, {}).get(x) for x in columns}
-        marks = [
-            "**●**" if own and x == mutant.check and _hit(cell) else _mark(cell, plain=own)
-            for x, cell in mine.items()
-        ]
+        marks = []
+        for x in columns:
+            cell = cells.get(name, {}).get(x)
+            words, alone = _words(cells, name, x), _words(probes or {}, name, x)
+            if cell is None:
+                marks.append("?")
+            elif not words | alone:
+                marks.append(cell or ".")
+            elif probes is None:
+                marks.append("**●**" if x == mutant.check else "x")
+            else:
+                parts = {"x": words - {"law"}, "L": words & {"law"}, "P": alone}
+                marks.append("".join(mark for mark, found in parts.items() if found))
         rows.append([name, *marks])
-    totals = [str(sum(_hit(each.get(x)) for each in cells.values())) for x in columns]
+    totals = [str(sum(bool(_words(cells, name, x)) for name in planted())) for x in columns]
     return _table(["fault", *columns], [*rows, ["**found**", *totals]])
-
-
-def _mark(cell: str | None, *, plain: bool = False) -> str:
-    if cell is None:
-        return "?"
-    if cell in ("", "-"):
-        return cell or "."
-    if plain:
-        return "x"
-    words = set(cell.split())
-    marks = {"law": "L", "probe": "P"}
-    oracle = "x" if words - set(marks) else ""
-    return oracle + "".join(mark for word, mark in marks.items() if word in words)
 
 
 def _faults(results: dict[str, Any]) -> str:

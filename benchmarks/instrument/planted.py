@@ -27,12 +27,12 @@ __all__ = [
     "FAMILIES",
     "ITEMS",
     "LAWS",
-    "PROBED",
     "QUICK",
     "Cells",
     "by_check",
     "groups",
     "planted",
+    "probed",
     "values",
 ]
 
@@ -41,10 +41,8 @@ ITEMS: dict[str, Item] = {item.name: item for item in PROGRAMME}
 QUICK = tuple(item.name for item in PROGRAMME if item.quick)
 ASKED: tuple[Check, ...] = tuple(check for check in CHECKS if check.device is None)
 LAWS = {"law A": "<q, dq>", "law B": "<v, dv>", "law C": "sum of dk"}  # how their findings begin
-PROBED = PROBES.name
 _LAW_CHECK = "conservation"
 _VALUES = named(("forward", "backward"))
-_ALONE = {_LAW_CHECK: "law", PROBED: "probe"}  # what each says in a cell of values
 _FOUND = (Verdict.WRONG, Verdict.ERROR)
 _SILENT = (Verdict.REFUSES, Verdict.NOT_REACHED)
 
@@ -68,10 +66,10 @@ def groups() -> dict[str, list[Mutant]]:
 
 
 def by_check(item: str, mutants: Iterable[Mutant]) -> Cells:
-    """Every check that a CPU can ask, the laws one by one, and the probes."""
+    """Every check that a CPU can ask, and the laws one by one."""
     case = case_of(ITEMS[item].recipe)
     found: Cells = {}
-    for name, rows in _asked(case, list(mutants), (*ASKED, PROBES)).items():
+    for name, rows in _asked(case, list(mutants), ASKED).items():
         cells = found[name] = {check: _cell(rows[check]) for check in rows}
         for law, text in LAWS.items():
             cells[law] = _cell(_of_law(rows[_LAW_CHECK], text))
@@ -81,18 +79,24 @@ def by_check(item: str, mutants: Iterable[Mutant]) -> Cells:
 def values(item: str, mutants: Iterable[Mutant], family: str | None = None) -> Cells:
     """A problem with the values of a family, its own by default, in one column named after either.
 
-    Both halves against the oracle; "law" and "probe" in a cell say that a conservation law or the probes alone
-    would have found it.
+    Both halves against the oracle; "law" in a cell says that a conservation law alone would have found it.
     """
+    checks = (*_VALUES, *named((_LAW_CHECK,)))
+    return {
+        name: {family or item: _cell([row for each in rows.values() for row in each])}
+        for name, rows in _asked(_case(item, family), list(mutants), checks).items()
+    }
+
+
+def probed(item: str, mutants: Iterable[Mutant], family: str | None = None) -> Cells:
+    """The same for the exact probes, which need no more than watching has."""
+    found = _asked(_case(item, family), list(mutants), (PROBES,))
+    return {name: {family or item: _cell(rows[PROBES.name])} for name, rows in found.items()}
+
+
+def _case(item: str, family: str | None) -> Case:
     recipe = ITEMS[item].recipe
-    case = case_of(recipe if family is None else replace(recipe, family=family))
-    checks = (*_VALUES, *named((_LAW_CHECK,)), PROBES)
-    found: Cells = {}
-    for name, rows in _asked(case, list(mutants), checks).items():
-        cell = _cell([row for check in _VALUES for row in rows[check.name]])
-        alone = [word for check, word in _ALONE.items() if _cell(rows[check]).strip("-")]
-        found[name] = {family or item: " ".join([*cell.split(), *alone])}
-    return found
+    return case_of(recipe if family is None else replace(recipe, family=family))
 
 
 def _asked(

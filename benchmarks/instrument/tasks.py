@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.instrument import elementwise, planted, sensitivity
+from benchmarks.instrument import elementwise, planted, probing, sensitivity
 
 __all__ = ["PARTS", "Task", "columns", "tasks"]
 
-PARTS = ("checks", "families", "problems", "elementwise", "sensitivity")
-_TOGETHER = {"checks": 2, "problems": 12}  # faults in one piece
+PARTS = ("checks", "families", "problems", "probes", "elementwise", "sensitivity")
+_TOGETHER = {"checks": 2, "problems": 12, "probes": 12}  # faults in one piece
 
 Results = dict[str, Any]
 
@@ -24,7 +24,7 @@ class Task:
         part: one of ``PARTS``.
         item: the problem.
         mutants: names of faults; of "sensitivity" a dtype and a gradient.
-        family: of values, where the part is "families".
+        family: of values; None for the problem's own.
     """
 
     part: str
@@ -44,13 +44,17 @@ class Task:
             return planted.by_check(self.item, mutants)
         if self.part == "elementwise":
             return elementwise.caught(self.item, mutants)
+        if self.part == "probes":
+            return planted.probed(self.item, mutants, self.family)
         return planted.values(self.item, mutants, self.family)
 
 
-def columns(part: str) -> set[str]:
-    """The cells of one fault."""
+def columns(part: str, item: str) -> set[str]:
+    """The cells of one fault, by the problem that shows it."""
     if part == "checks":
-        return {*(check.name for check in planted.ASKED), *planted.LAWS, planted.PROBED}
+        return {*(check.name for check in planted.ASKED), *planted.LAWS}
+    if part == "probes":
+        return {item, *planted.FAMILIES, *planted.QUICK}
     return set(planted.FAMILIES if part == "families" else planted.QUICK)
 
 
@@ -61,7 +65,6 @@ def tasks(results: Mapping[str, Results], parts: Sequence[str] = PARTS) -> list[
 
 def _tasks(part: str, found: Results) -> Iterator[Task]:
     groups = {item: [x.name for x in each] for item, each in planted.groups().items()}
-    everyone = list(planted.planted())
     if part == "sensitivity":
         for name in sensitivity.lines():
             if name not in found:
@@ -70,18 +73,27 @@ def _tasks(part: str, found: Results) -> Iterator[Task]:
     elif part == "elementwise":
         for item, names in groups.items():
             yield from _pieces(part, item, [x for x in names if x not in found])
-    elif part == "families":
+    elif part == "checks":
+        for item, names in groups.items():
+            left = [x for x in names if set(found.get(x, {})) != columns(part, item)]
+            yield from _pieces(part, item, left)
+    elif part != "probes" or probing.there():
+        yield from _values(part, found, groups)
+
+
+def _values(part: str, found: Results, groups: dict[str, list[str]]) -> Iterator[Task]:
+    """Problems, each with its own faults, in the values of every family; and all faults on the quick ones."""
+    if part in ("families", "probes"):
         for family in planted.FAMILIES:
             for item, names in groups.items():
                 left = [x for x in names if family not in found.get(x, {})]
                 yield from _pieces(part, item, left, family)
-    elif part == "problems":
-        for item in planted.QUICK:
-            yield from _pieces(part, item, [x for x in everyone if item not in found.get(x, {})])
-    else:
-        for item, names in groups.items():
-            left = [x for x in names if set(found.get(x, {})) != columns(part)]
-            yield from _pieces(part, item, left)
+    for item in planted.ITEMS:
+        names = list(planted.planted()) if item in planted.QUICK else groups.get(item, [])
+        if part == "problems" and item not in planted.QUICK:
+            continue
+        if part in ("problems", "probes"):
+            yield from _pieces(part, item, [x for x in names if item not in found.get(x, {})])
 
 
 def _pieces(part: str, item: str, names: list[str], family: str | None = None) -> Iterator[Task]:

@@ -45,9 +45,10 @@ def test_another_budget_is_another_one(name, change):
 
 def test_it_knows_every_fault_and_asked_every_check():
     assert tasks(RESULTS) == []
-    for part in ("checks", "families", "problems"):
-        assert set(RESULTS[part]) == set(FAULTS)
-        assert all(set(cells) == columns(part) for cells in RESULTS[part].values())
+    for part in ("checks", "families", "problems", "probes"):
+        assert {name: set(cells) for name, cells in RESULTS[part].items()} == {
+            name: columns(part, fault.item) for name, fault in FAULTS.items()
+        }
     assert set(RESULTS["elementwise"]) == set(FAULTS)
 
 
