@@ -129,12 +129,11 @@ def _sensitivity(found: dict[str, dict[str, Any]]) -> str:
             factor = _factor(found[name]["worst"])
             rows.append([*name.split(), factor, f"sequence {n}, head {h}"])
     head = ["input", "dtype", "gradient", "smallest factor found", "where"]
-    worst = {
-        dtype: max((x["worst"] for name, x in found.items() if dtype in name), default=math.nan)
-        for dtype in DTYPES
+    by_dtype = {
+        d: [x["worst"] for name, x in found.items() if name.split()[1] == d] for d in DTYPES
     }
-    text = ", ".join(f"{_factor(e)} in {dtype}" for dtype, e in worst.items())
-    return f"Over all of them: {text}.\n\n{_table(head, rows)}"
+    worst = [f"{_factor(max(all_))} in {dtype}" for dtype, all_ in by_dtype.items() if all_]
+    return f"The least sensitive of all: {', '.join(worst)}.\n\n{_table(head, rows)}"
 
 
 def _alarms(found: dict[str, Any]) -> str:

@@ -23,14 +23,22 @@ from gradtruth.verify.truth.scoring import places
 
 __all__ = ["DTYPES", "GRADIENTS", "INPUTS", "LIMITS", "Bench", "line", "lines"]
 
-INPUTS = ("causal-gqa-d64", "thd-documents-d64")
+INPUTS = (
+    "causal-gqa-d64",
+    "causal-two-sequences-d256",
+    "thd-documents-d64",
+    "window-d64",
+    "padded-d64",
+    "sink-window-gqa-d64",
+    "softcap-window-d128",
+)
 DTYPES = ("bfloat16", "float16", "float32")
 GRADIENTS = ("dq", "dk", "dv")
 LIMITS = {"bfloat16": 0.02, "float16": 0.0025, "float32": 0.0001}  # a factor of 1.02 ...
 _LEAST, _STEPS = (
     1e-8,
     12,
-)  # decades 0 to -8 halved twelve times: the factor - 1 is known to half a percent
+)  # eight decades halved twelve times: factor - 1 is known to half a percent
 _CHECK: Check = named(("backward",))[0]
 
 
