@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -71,21 +72,41 @@ _RUN = Run(
 )
 
 
-def _plain():
+def _text(rows):
     stream = io.StringIO()
-    print_verification(_RUN.rows, stream)
+    print_verification(rows, stream)
     return stream.getvalue()
+
+
+def _plain():
+    """Of a run where sdpa_flash refuses one case and takes another."""
+    return _text((*_RUN.rows, replace(_RIGHT, case="layer4", backend="sdpa_flash")))
 
 
 def test_plain_text_has_one_aligned_line_per_row():
     lines = _plain().splitlines()
     table = lines[: lines.index("")]
-    assert len(table) == 1 + len(_RUN.rows)
+    assert len(table) == 2 + len(_RUN.rows)
     for name in ("backend", "verdict", "detail"):
         at = table[0].index(name)
         assert all(line[at - 2 : at] == "  " and line[at] != " " for line in table[1:]), name
-    assert "x" * 300 in table[2], "nothing is cut"
-    assert "a window of 3" in table[2]
+    refusal = next(line for line in table if "refuses" in line)
+    assert "x" * 300 in refusal, "nothing is cut"
+    assert "a window of 3" in refusal
+
+
+def test_what_refuses_every_case_is_said_once_with_its_reason():
+    twice = (replace(_REFUSAL, case=name, backend="flash_attn_2") for name in ("layer3", "layer4"))
+    text = _text((*_RUN.rows, *twice))
+    assert text.count("flash_attn_2") == 1
+    below = text.split("refuse every case:\n")[1].splitlines()
+    assert below[0].split() == ["backend", "why"]
+    assert below[2].startswith("flash_attn_2  no bias; a window of 3")
+    assert text.endswith("1 right, 1 WRONG, 3 refuses, 0 not claimed, 0 not reached, 0 error\n")
+
+
+def test_where_all_refuse_there_is_no_empty_table():
+    assert _text((_REFUSAL,)).startswith("refuse every case:\n")
 
 
 def test_plain_text_has_no_escape_codes():
@@ -99,7 +120,7 @@ def test_summary_takes_the_gravest_verdict():
     assert summary[2].split() == ["layer3", "sdpa_flash", *["refuses"] * 4]
     assert (
         text.splitlines()[-1]
-        == "1 right, 1 WRONG, 1 refuses, 0 not claimed, 0 not reached, 0 error"
+        == "2 right, 1 WRONG, 1 refuses, 0 not claimed, 0 not reached, 0 error"
     )
 
 

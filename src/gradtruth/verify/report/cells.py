@@ -15,6 +15,7 @@ __all__ = [
     "number",
     "one_line",
     "place",
+    "refused_by_all",
     "share",
     "summary",
 ]
@@ -90,6 +91,17 @@ def summary(rows: Iterable[Row]) -> list[tuple[str, ...]]:
         (*key, *(checks[check].value if check in checks else _EMPTY for check in SUMMARY[2:]))
         for key, checks in found.items()
     ]
+
+
+def refused_by_all(rows: Iterable[Row]) -> dict[str, str]:
+    """The backends that refuse every case, each with its reason for the first."""
+    rows = list(rows)
+    taken = {row.backend for row in rows if row.verdict is not Verdict.REFUSES}
+    refused: dict[str, str] = {}
+    for row in rows:
+        if row.backend not in taken:
+            refused.setdefault(row.backend, one_line("; ".join(row.detail)) or _EMPTY)
+    return refused
 
 
 def conclusion(rows: Iterable[Row]) -> str:

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from gradtruth.verify.findings import Row, Verdict
-from gradtruth.verify.report.cells import COLUMNS, SUMMARY, cells, conclusion, summary
+from gradtruth.verify.report.cells import (
+    COLUMNS,
+    SUMMARY,
+    cells,
+    conclusion,
+    refused_by_all,
+    summary,
+)
 
 __all__ = ["print_table", "print_verification"]
 
@@ -35,11 +42,22 @@ _DISPENSABLE = (
 
 
 def print_verification(rows: Sequence[Row], stream: TextIO) -> None:
-    """Print every row, a summary per case and backend, and how many have which verdict."""
-    print_table(COLUMNS, [cells(row) for row in rows], stream)
-    stream.write("\n")
-    print_table(SUMMARY, summary(rows), stream)
-    stream.write(f"\n{conclusion(rows)}\n")
+    """Print every row, a summary per case and backend, and how many have which verdict.
+
+    Backends that refuse every case get one line each, with the reason of the first, below the summary.
+    """
+    refused = refused_by_all(rows)
+    shown = [row for row in rows if row.backend not in refused]
+    if shown:
+        print_table(COLUMNS, [cells(row) for row in shown], stream)
+        stream.write("\n")
+        print_table(SUMMARY, summary(shown), stream)
+        stream.write("\n")
+    if refused:
+        stream.write("refuse every case:\n")
+        print_table(("backend", "why"), refused.items(), stream)
+        stream.write("\n")
+    stream.write(f"{conclusion(rows)}\n")
 
 
 def print_table(names: Sequence[str], lines: Iterable[Sequence[str]], stream: TextIO) -> None:

@@ -53,14 +53,14 @@ class Rounding:
     Attributes:
         unit: eps of the operands and results: the input dtype's, 2^-10 where plain TF32 is allowed.
         ratio: eps of scores, softmax and sums divided by ``unit``.
-        least: the largest absolute error of a value that underflows, in units of ``unit``.
-        faint: the same for values of scores, softmax and sums.
+        least: the largest absolute error of an operand or result that underflows, in units of ``unit``.
+        least_ds: the same for dS, which may be multiplied by the scale before it is rounded.
     """
 
     unit: float
     ratio: float
     least: float
-    faint: float
+    least_ds: float
 
 
 def rounding_of(problem: Problem) -> Rounding:
@@ -73,7 +73,8 @@ def rounding_of(problem: Problem) -> Rounding:
     unit, ratio = info.eps, accumulate.eps / info.eps
     if problem.dtype == "float32" and problem.spec.allow_tf32:
         unit, ratio = _TF32_EPS, 1.0
-    return Rounding(unit, ratio, least / unit, accumulate.smallest_normal / unit)
+    shrunk = min(1.0, abs(problem.scale) or 1.0)
+    return Rounding(unit, ratio, least / unit, least / unit / shrunk)
 
 
 def group_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -267,10 +268,10 @@ class WeightGradient:
         inner = self.dp_bound + self.dp.abs() + delta
         bound = size * (1 + rho * (relative + self.rows.lse_bound.unsqueeze(-1)))
         bound += p * (rho * inner + self.delta_bound.unsqueeze(-1))
-        # A weight under the smallest normal number may become 0: exp2 of a GPU flushes.
-        faint = torch.clamp(p, max=rounding.faint * rounding.unit) / rounding.unit
+        # What underflows in P is lost in dS too: exp2 of a GPU flushes, and the rounded P of dV may be used again.
+        faint = torch.clamp(p, max=rounding.least * rounding.unit) / rounding.unit
         lost = faint * (self.dp - self.delta.unsqueeze(-1)).abs()
-        bound += rounding.least * (p > 0) + lost
+        bound += rounding.least_ds * (p > 0) + lost
         square = size.square() * (1 + (rho * relative).square())
         square += (rho * p * inner).square() + lost.square()
         if slope is not None and weights.errors.slope is not None:
@@ -279,5 +280,5 @@ class WeightGradient:
             )
             bound += steep
             square += steep.square()
-        square += rounding.least**2 * (p > 0)
+        square += rounding.least_ds**2 * (p > 0)
         return bound, square
