@@ -224,7 +224,8 @@ def main() -> None:
     todo = tasks(alarms, given.backends, given.problems, given.skip)
     sweep(alarms, todo, given.seconds, given.workers, path)
     summary: dict[str, Any] = alarms.as_json()
-    summary.pop("done")
+    for name in ("done", "budgets"):
+        summary.pop(name)
     found = summary.pop("alarms")
     print(json.dumps(summary, indent=2))
     if found:
