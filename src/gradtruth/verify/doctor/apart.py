@@ -15,18 +15,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from gradtruth.backends import get
 from gradtruth.verify.checks import named
 from gradtruth.verify.doctor.programme import PROGRAMME
-from gradtruth.verify.doctor.worker import Part, examine_part, prepare_item
+from gradtruth.verify.doctor.worker import LOST, Part, examine_part, prepare_item
 from gradtruth.verify.findings import PROCESS, SUPPORT, Kind, Row, Verdict, row_of_json
 
 __all__ = ["Apart", "Examined", "examine_apart", "parts_of", "steps_apart"]
 
 _PARTS = 3  # of a backend's programme: enough to deal evenly, few enough that the start of a process does not count
+_LOST_WORDS = "an error on the GPU that no later call of a process survives"
 _AT_ONCE = 4  # processes of checks that make problems of their own: they take up to 12 GiB of a GPU
 
 
@@ -93,11 +95,26 @@ def examine_apart(backends: Sequence[str], how: Apart) -> Iterator[str | Examine
                 found[name].append(pool.submit(deal.examine, part, waits))
         names = {future: name for name, futures in found.items() for future in futures}
         names |= {future: name for name, future in shelved.items()}
-        for future in as_completed(names):
-            future.result()
-            yield names[future]
-        rows = [row for name in backends for future in found[name] for row in future.result()]
+        try:
+            for future in as_completed(names):
+                future.result()
+                yield names[future]
+        except KeyboardInterrupt:
+            # What is known is told.
+            deal.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
+        rows = [row for name in backends for row in _told(name, found[name])]
     yield Examined(rows, deal.clock.compiling())
+
+
+def _told(name: str, futures: list[Future[list[Row]]]) -> list[Row]:
+    """The rows of one backend, and that parts of it never began."""
+    done = [future for future in futures if not future.cancelled()]
+    rows = [row for future in done for row in future.result()]
+    if len(done) == len(futures):
+        return rows
+    missing = f"{len(futures) - len(done)} of {len(futures)} parts of the programme did not begin"
+    return [*rows, _end(name, rows, "", (missing, Verdict.NOT_REACHED))]
 
 
 def steps_apart(backends: Sequence[str], how: Apart) -> int:
@@ -139,6 +156,8 @@ class _Deal:
     def __init__(self, how: Apart, folder: Path) -> None:
         self.how, self.folder, self.clock = how, folder, _Clock()
         self._few = threading.Semaphore(_AT_ONCE)
+        self._stopped = threading.Event()
+        self._alive: set[BaseProcess] = set()
         # Forked from a process that has imported everything and done nothing, so a start costs next to nothing.
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else None
         self._context = multiprocessing.get_context(method)
@@ -170,35 +189,77 @@ class _Deal:
         for shelved in waits:  # begun earlier, so one of the other threads is at it
             shelved.result()
         once = all(check.once for check in named(part.checks))
-        start = time.perf_counter()
         few: AbstractContextManager[object] = self._few if once else nullcontext()
+        rows: list[Row] = []
         with few:
-            code = self._run(examine_part, (part,))
+            rest: Part | None = part
+            while rest is not None:
+                found, rest = self._examined(rest, once=once)
+                rows += found
+        if once and len(parts_of(part.backend, self.how)) > 1:
+            # Refusals are told by the other parts.
+            rows = [row for row in rows if row.check != SUPPORT]
+        return rows
+
+    def stop(self) -> None:
+        """End all processes; what they have written counts."""
+        self._stopped.set()
+        for process in tuple(self._alive):
+            process.kill()
+
+    def _examined(self, part: Part, *, once: bool) -> tuple[list[Row], Part | None]:
+        """The rows of one process, and what is left where it died."""
+        start = time.perf_counter()
+        code = self._run(examine_part, (part,))
         rows, step, compiling = _written(part.target)
         self.clock.add(time.perf_counter() - start, compiling)
-        if (
-            once and len(parts_of(part.backend, self.how)) > 1
-        ):  # refusals are told by the other parts
-            rows = [row for row in rows if row.check != SUPPORT]
         if code == 0:
-            return rows
-        if code is None:
+            return rows, None
+        if code is None or self._stopped.is_set():
             # Slow is not wrong: what it was not asked is not reached.
-            ended = f"it was not done after {self.how.patience:g} s", Verdict.NOT_REACHED
+            why = "it was stopped" if code is not None else self._late()
+            return [*rows, _end(part.backend, rows, step, (why, Verdict.NOT_REACHED))], None
+        if code == LOST:
+            # The row before says what raised.
+            ended = (
+                f"{_LOST_WORDS}; what follows on this problem was not asked",
+                Verdict.NOT_REACHED,
+            )
         else:
             said = part.target.with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
             ended = _last_words(code, said), Verdict.ERROR
-        return [*rows, _end(part.backend, rows, step, ended)]
+        return [*rows, _end(part.backend, rows, step, ended)], _rest(part, step, once=once)
+
+    def _late(self) -> str:
+        return f"it was not done after {self.how.patience:g} s"
 
     def _run(self, target: Callable[..., None], arguments: tuple) -> int | None:
         """The exit code of a process; None where it was not done in time."""
         process = self._context.Process(target=target, args=arguments)
         process.start()
+        self._alive.add(process)
+        if self._stopped.is_set():
+            process.kill()
         process.join(self.how.patience)
         code = process.exitcode
         process.kill()
         process.join()
+        self._alive.discard(process)
         return code
+
+
+def _rest(part: Part, step: str, *, once: bool) -> Part | None:
+    """What of a part comes after the problem (for checks with problems of their own: the check) of a step."""
+    case, _, asked = step.partition(": ")
+    check = asked.rpartition(" ")[2]
+    target = part.target.with_name(f"{part.target.stem}+.jsonl")
+    if once and check in part.checks:
+        checks = part.checks[part.checks.index(check) + 1 :]
+        return replace(part, checks=checks, target=target) if checks else None
+    if not once and case in part.cases:
+        cases = part.cases[part.cases.index(case) + 1 :]
+        return replace(part, cases=cases, target=target) if cases else None
+    return None
 
 
 def _dearest_first(names: Sequence[str]) -> list[str]:

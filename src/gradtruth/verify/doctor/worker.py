@@ -16,10 +16,13 @@ from gradtruth.backends.peers.compiling import compiling_seconds, watch_compiler
 from gradtruth.verify.checks import named
 from gradtruth.verify.doctor.examination import examine, prepare
 from gradtruth.verify.doctor.programme import PROGRAMME
-from gradtruth.verify.findings import Row
+from gradtruth.verify.findings import Row, Verdict
+from gradtruth.verify.lost import lost
 from gradtruth.verify.shelf import Shelf
 
-__all__ = ["Part", "examine_part", "prepare_item"]
+__all__ = ["LOST", "Part", "examine_part", "prepare_item"]
+
+LOST = 86  # exit code of a process whose GPU answers no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,8 @@ def examine_part(part: Part) -> None:
                 found.append(compiled)
             lines.writelines(json.dumps(entry, allow_nan=False) + "\n" for entry in found)
             lines.flush()
+            if isinstance(event, Row) and event.verdict is Verdict.ERROR and lost(device):
+                os._exit(LOST)  # not even tidying up would succeed
 
 
 def prepare_item(name: str, checks: tuple[str, ...], device: str, folder: Path) -> None:
