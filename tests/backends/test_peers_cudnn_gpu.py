@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from tests.backends.peer_recipes import peer_recipes
@@ -102,6 +104,11 @@ def test_results_do_not_depend_on_the_workspace(dim, heads, order):
                 if _bits(first) != _bits(runs[1][name]):
                     differ.append(f"{kind}, {'causal' if right == 0 else 'full'}: {name}")
             found = examine(sample, CudnnFrontend(), truth_of(sample))
+            if kind == "first without keys":
+                # A fault of cuDNN's own (docs/peers.md), the same in all memory.
+                known = [line for line in found if re.match("lse .* not -inf where nothing", line)]
+                assert len(known) == 1
+                found = [line for line in found if line not in known]
             differ += [f"{kind}, {'causal' if right == 0 else 'full'}: {line}" for line in found]
     assert not differ, "\n".join(differ)
 

@@ -332,7 +332,10 @@ def _compiled(
 
     block_mask = block_mask_of(visible, mask_mod)
     # Every kind of problem is one compilation of the same function; beyond a few torch would give up compiling.
-    limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096)
+    # A scale that changes would become an input of the graph, which the kernel's template can't take.
+    limits = torch._dynamo.config.patch(
+        recompile_limit=1024, accumulated_recompile_limit=4096, specialize_float=True
+    )
     with limits, warnings.catch_warnings():
         # The tracer looks at .grad of the views that it is given.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")

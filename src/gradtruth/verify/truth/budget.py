@@ -34,6 +34,7 @@ _C_ALIGNED = 0.5
 _C_SCATTER = 3.0  # of the yardstick's projections row by row, in quadrature
 _C_COMMON = 0.5  # of eps: rows with equal values round alike
 _C_SUMS = 8.0  # of the sums' eps: and so do their sums, which tensor cores truncate
+_C_CUT = 16.0  # the same where sums are all that rounds, and are made of three products
 _LIMIT = 4.0  # of eps * spread: for more than this no yardstick counts
 _WELL_ABOVE = 8.0  # cosine and norm ratio mean something over this many eps * spread
 
@@ -224,7 +225,7 @@ class _Part:
         sequence: which.
         error, drift: of what was measured and of the yardstick; Inf for NaN in ``error``.
         oracle: its values.
-        bound, floor: eps * bound and eps * spread.
+        bound, floor: eps * bound, and eps * spread with what sums are cut off by.
         broken: per head, what no budget covers.
     """
 
@@ -273,13 +274,14 @@ def compare(
     where = places(problem, inputs)
     eps = eps_of(problem, name)
     rounding = rounding_of(problem)
-    sums = _C_SUMS * rounding.unit * rounding.ratio
+    sums = (_C_CUT if rounding.cut else _C_SUMS) * rounding.unit * rounding.ratio
     exact = -math.inf if name in MINUS_INF else 0.0
     rows = []
     for sequence, parts in _split(problem, name, tensors, where):
         if parts[0].numel():
             independent = _independent(problem, name, where, sequence, parts[0].shape[1])
-            rows += _judge(name, _clean(sequence, parts, eps, exact), (eps, sums), independent)
+            part = _clean(sequence, parts, (eps, rounding.cut), exact)
+            rows += _judge(name, part, (eps, sums), independent)
     return rows + _outside(problem, name, tensors[0], where, exact)
 
 
@@ -315,8 +317,11 @@ def _independent(
     return rows
 
 
-def _clean(sequence: int | None, parts: list[Tensor], eps: float, exact: float) -> _Part:
-    """Take what no budget covers out of the numbers."""
+def _clean(
+    sequence: int | None, parts: list[Tensor], scales: tuple[float, float], exact: float
+) -> _Part:
+    """Take what no budget covers out of the numbers; ``scales`` are eps and ``Rounding.cut``."""
+    eps, cut = scales
     got, oracle, yardstick, bound, spread = (x.contiguous() for x in parts)
     nothing = bound == 0 if exact == 0.0 else oracle == exact
     error, drift = got - oracle, yardstick - oracle
@@ -332,7 +337,8 @@ def _clean(sequence: int | None, parts: list[Tensor], eps: float, exact: float) 
     if bool((lost | stray).any()):
         broken = _reasons(lost & ~stray, stray, exact)
         error = error.nan_to_num(math.inf, math.inf, math.inf)
-    return _Part(sequence, error, drift, oracle, eps * bound, eps * spread, broken)
+    floor = torch.hypot(spread, cut * bound) if cut else spread
+    return _Part(sequence, error, drift, oracle, eps * bound, eps * floor, broken)
 
 
 def _reasons(lost: Tensor, stray: Tensor, exact: float) -> list[str]:

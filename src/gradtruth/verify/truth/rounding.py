@@ -31,6 +31,8 @@ _TF32_EPS = 2.0**-10
 # A partial sum is half of the sum on average, in the mean square a third; a softmax sums in lanes.
 _SUM_SHARE = 1 / 3
 _SOFTMAX_SHARE = 1 / 16
+# fp32 products made of three TF32 products: their sums are 4 to 6 eps too small, all of them.
+_CUT = 1 / 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,14 @@ class Rounding:
         ratio: eps of scores, softmax and sums divided by ``unit``.
         least: the largest absolute error of an operand or result that underflows, in units of ``unit``.
         least_ds: the same for dS, which may be multiplied by the scale before it is rounded.
+        cut: by how much of their bound all values may err to one side: tensor cores cut sums off.
     """
 
     unit: float
     ratio: float
     least: float
     least_ds: float
+    cut: float
 
 
 def rounding_of(problem: Problem) -> Rounding:
@@ -74,7 +78,9 @@ def rounding_of(problem: Problem) -> Rounding:
     if problem.dtype == "float32" and problem.spec.allow_tf32:
         unit, ratio = _TF32_EPS, 1.0
     shrunk = min(1.0, abs(problem.scale) or 1.0)
-    return Rounding(unit, ratio, least / unit, least / unit / shrunk)
+    # Elsewhere operands round by far more, or (fp64) sums round to nearest.
+    cut = _CUT if problem.dtype == "float32" and not problem.spec.allow_tf32 else 0.0
+    return Rounding(unit, ratio, least / unit, least / unit / shrunk, cut)
 
 
 def group_matmul(a: Tensor, b: Tensor) -> Tensor:
