@@ -1,6 +1,9 @@
 """Backends examined apart: one that ends its process ends only its own part, and is a finding."""
 
+import os
 import re
+import signal
+import threading
 
 import pytest
 
@@ -139,3 +142,74 @@ def test_a_check_with_problems_of_its_own_is_asked_in_a_process_of_its_own(dying
         (DENSE, PROCESS, "error"),
         (THD, "compile_equals_eager", "not reached"),
     ], "the death of one part ends no other"
+
+
+LOSING = """
+from gradtruth.backends import get
+from gradtruth.verify import lost as module
+from gradtruth.verify.doctor import worker
+
+
+class Losing:
+    '''Raises in the backward of its first problem, after which no call of its process succeeds.'''
+
+    name = "losing"
+    gone = False
+
+    def __getattr__(self, name):
+        return getattr(get("reference"), name)
+
+    def forward(self, problem, inputs):
+        if Losing.gone:
+            raise RuntimeError("CUDA error: misaligned address")
+        return get("reference").forward(problem, inputs)
+
+    def backward(self, problem, *arguments):
+        if problem.layout == "thd":
+            Losing.gone = True
+            worker.lost = lambda device: Losing.gone
+            raise RuntimeError("CUDA error: misaligned address")
+        return get("reference").backward(problem, *arguments)
+
+
+losing = Losing()
+"""
+
+
+def test_a_lost_gpu_is_one_finding_and_another_process_goes_on(tmp_path, capsys):
+    path = tmp_path / "own_losing.py"
+    path.write_text(LOSING)
+    how = Apart(
+        device="cpu",
+        cases=[THD, DENSE],
+        checks=["backward", "determinism"],
+        jobs=1,
+        threads=1,
+    )
+    *_, found = examine_apart([f"{path}:losing"], how)
+    verdicts = {(row.case, row.check): row.verdict for row in found.rows}
+    assert verdicts == {
+        (THD, "backward"): Verdict.ERROR,
+        (THD, PROCESS): Verdict.NOT_REACHED,
+        (DENSE, "backward"): Verdict.RIGHT,
+        (DENSE, "determinism"): Verdict.RIGHT,
+    }
+    (ended,) = [row for row in found.rows if row.check == PROCESS]
+    assert "an error on the GPU that no later call of a process survives" in ended.detail[0]
+
+
+def test_what_is_known_is_told_when_it_is_stopped(slow, tmp_path):
+    how = Apart(device="cpu", cases=[DENSE], checks=["forward"], jobs=1, threads=1)
+    running = examine_apart(["reference", slow], how)
+    assert next(running) == DENSE
+    # The slow one began first; a ^C while it runs ends it, and the other never begins.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    *_, found = running
+    timer.join()
+    signal.signal(signal.SIGINT, before)
+    said = {row.backend: (row.verdict, row.detail[0]) for row in found.rows}
+    assert said["slow"][0] is said["reference"][0] is Verdict.NOT_REACHED
+    assert "it was stopped" in said["slow"][1]
+    assert "1 of 1 parts of the programme did not begin" in said["reference"][1]

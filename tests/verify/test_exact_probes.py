@@ -53,7 +53,10 @@ def test_the_numbers_of_the_oracle(lse):
         seen |= {("dropout", spec.dropout_p > 0), ("softcap", spec.softcap is not None)}
         for row in rows:
             assert not row.broken, (recipe.label(), row)
-            assert row.norms.error <= 1e-11 * (row.norms.floor + row.norms.oracle), (recipe.label(), row)
+            assert row.norms.error <= 1e-11 * (row.norms.floor + row.norms.oracle), (
+                recipe.label(),
+                row,
+            )
         wanted = {"out", "lse", "dq", "dk", "dv"} & set(given)
         if recipe.problem.batch and min(min(p[1], p[3]) for p in recipe.resolved_places) > 0:
             assert {row.tensor for row in rows} == wanted, recipe.label()
