@@ -22,7 +22,8 @@ a check or a planted fault is not the one that this was made with.
 _BY_CHECK = f"""Each fault on the doctor's problem that shows it: every check that a CPU can ask, each conservation law
 by itself, and the exact probes of `gradtruth.watch` ({ROWS} rows and {COLUMNS} columns of every sequence and KV head).
 **●** the check that the fault is there for, x found, . silent, - not reached, ? not run.
-`compile_equals_eager` asks the library's own operators by name, so it reaches no planted fault.
+`compile_equals_eager` asks the library's own operators by name, so it reaches no planted fault. What a fault that reads
+unwritten memory shows to other checks than `poisoned_memory` depends on what happens to lie there.
 """
 _BY_FAMILY = """The same problems with the values of every family, one call. x found against the oracle (`forward`,
 `backward`), L a conservation law alone finds it, P the probes alone find it, . silent, - refused. A fault that shows
