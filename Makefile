@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_AR
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types contracts unit bench compile mutants fmt real clean
+.PHONY: help demo test lint types contracts unit bench instrument alarms compile mutants fmt real clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,13 @@ compile: $(VENV)/.dev  ## Triton kernels for GPUs that are not here: registers, 
 
 mutants: $(VENV)/.dev  ## 220 mechanical mutants of the Triton kernels, in the interpreter; an hour of one core
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.triton_sources $(ARGS)
+
+instrument: $(VENV)/.dev  ## which check finds which planted fault, and how small a one: docs/instrument.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.instrument $(ARGS)
+
+alarms: $(VENV)/.dev  ## healthy backends over thousands of problems: is there a false alarm?
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.false_alarms $(ARGS)
+	$(BIN)/python -m benchmarks.instrument --render
 
 fmt: $(VENV)/.dev  ## format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix-only --quiet .

@@ -190,6 +190,27 @@ def test_compile_serves_every_length(mask: str, dynamic: bool | None) -> None:
     assert counter.frame_count <= 3
 
 
+@pytest.mark.parametrize(
+    ("option", "dynamic"), [("window_size", None), ("window_size", True), ("softcap", True)]
+)
+def test_compile_takes_ints_that_are_symbols(option: str, dynamic: bool | None) -> None:
+    """From an argument or a shape, where dynamic=True makes symbols of them: one more graph for each value."""
+    torch._dynamo.reset()
+
+    def run(q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
+        window = (number, q.shape[1] // 4)
+        return gradtruth.attention(
+            q, k, v, backend="reference", **{option: window if option == "window_size" else number}
+        )
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for number, length in ((3, 9), (4, 9), (3, 12)):
+        q, k, v = qkv(length, 11)
+        out, expected = compiled(q, k, v, number), run(q, k, v, number)
+        assert torch.equal(out, expected)
+        assert equal(gradients(out, q, k, v), gradients(expected, q, k, v))
+
+
 def test_compile_draws_dropout_from_the_generator() -> None:
     torch._dynamo.reset()
     q, k, v = qkv()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from gradtruth.core.spec import Spec
     from gradtruth.errors import CaseFormatError, InvalidProblem, UnsupportedProblem
     from gradtruth.module import DotProductAttention
+    from gradtruth.verify.capture import capture
+    from gradtruth.verify.watch import watch
 
 __version__ = "0.1.0"
 
@@ -30,8 +32,10 @@ _HOMES = {
     "attention_backward": "gradtruth.api",
     "attention_forward": "gradtruth.api",
     "attention_with_lse": "gradtruth.api",
+    "capture": "gradtruth.verify.capture",
     "explain": "gradtruth.api",
     "use": "gradtruth.api",
+    "watch": "gradtruth.verify.watch",
     "Problem": "gradtruth.core.problem",
     "Spec": "gradtruth.core.spec",
     "CaseFormatError": "gradtruth.errors",
@@ -49,8 +53,10 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "attention_with_lse",
+    "capture",
     "explain",
     "use",
+    "watch",
 ]
 
 

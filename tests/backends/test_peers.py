@@ -312,6 +312,19 @@ def test_a_sink_without_keys():
     assert torch.equal(grads.dsoftmax_offset, torch.zeros(2))
 
 
+def test_a_sink_takes_all_where_a_bias_of_finfo_min_hides_every_key():
+    """In base 2 such a row has no lse, and its out is the mean of v."""
+    bias = torch.zeros(1, 1, 2, 3)
+    bias[..., 0, :] = torch.finfo(torch.float32).min
+    inputs = Inputs(*(torch.randn(1, n, 2, 4) for n in (2, 3, 3)), bias=bias)
+    problem = Problem.of(Spec(bias="post_scale", softmax="off-by-one"), inputs)
+    found = get("flex").forward(problem, inputs)
+    assert torch.equal(found.out[:, 0], torch.zeros(1, 2, 4))
+    assert torch.equal(found.lse[..., 0], torch.zeros(1, 2))
+    grads = get("flex").backward(problem, inputs, found, torch.ones_like(found.out), None, Wanted())
+    assert torch.equal(grads.dq[:, 0], torch.zeros(1, 2, 4))
+
+
 def test_a_lowered_precision_of_products_is_lifted_for_the_call():
     # CPUs with bf16 arithmetic would use it; here only the switch can be seen.
     problem = draw(1).problem

@@ -1,18 +1,25 @@
 """Backends examined apart: one that ends its process ends only its own part, and is a finding."""
 
+import os
 import re
+import signal
+import threading
 
 import pytest
 
 from gradtruth.cli.main import main
 from gradtruth.verify.cases.case import Case
-from gradtruth.verify.doctor.apart import Apart, examine_apart
+from gradtruth.verify.checks import CHECKS
+from gradtruth.verify.doctor import apart
+from gradtruth.verify.doctor.apart import Apart, examine_apart, parts_of, steps_apart
+from gradtruth.verify.doctor.programme import PROGRAMME
 from gradtruth.verify.findings import PROCESS, Verdict
 
 THD, DENSE = "thd-documents-d64", "tail-64-large-logits-d64"
 _BACKENDS = '''
 import os
 import sys
+import time
 from gradtruth.backends import get
 
 
@@ -32,15 +39,34 @@ class Dying:
         return get("reference").backward(problem, *arguments)
 
 
-dying = Dying()
+class Slow(Dying):
+    """Never done with its first backward."""
+
+    name = "slow"
+
+    def backward(self, problem, *arguments):
+        time.sleep(600)
+
+
+dying, slow = Dying(), Slow()
 '''
 
 
 @pytest.fixture
-def dying(tmp_path):
+def own(tmp_path):
     path = tmp_path / "own_backends.py"
     path.write_text(_BACKENDS)
-    return f"{path}:dying"
+    return path
+
+
+@pytest.fixture
+def dying(own):
+    return f"{own}:dying"
+
+
+@pytest.fixture
+def slow(own):
+    return f"{own}:slow"
 
 
 def test_a_process_that_dies_ends_only_its_own_backend(dying, tmp_path, capsys):
@@ -64,20 +90,126 @@ def test_a_process_that_dies_ends_only_its_own_backend(dying, tmp_path, capsys):
     assert Case.load(folder / f"{DENSE}.safetensors").problem.layout == "bshd"
 
 
-def test_a_backend_that_is_not_done_in_time_is_not_reached_and_no_finding():
-    how = Apart(device="cpu", cases=[THD], checks=["forward"], jobs=1, patience=0.2)
-    done, rows = examine_apart(["reference"], how)
-    assert done == "reference"
-    (row,) = rows
+def test_a_backend_that_is_not_done_in_time_is_not_reached_and_no_finding(slow):
+    how = Apart(device="cpu", cases=[THD], checks=["forward"], jobs=1, threads=1, patience=6.0)
+    *done, found = examine_apart([slow], how)
+    assert done == [THD, slow]
+    assert len(done) == steps_apart([slow], how)
+    (row,) = found.rows
     assert (row.check, row.verdict, row.kind) == (PROCESS, Verdict.NOT_REACHED, None)
-    assert row.detail == ("its process ended: it was not done after 0.2 s",)
+    assert row.detail == (f"its process ended in {THD}: slow forward: it was not done after 6 s",)
 
 
-def test_a_finding_without_a_case_saves_none_and_leads_nowhere(tmp_path, capsys):
+def test_a_finding_without_a_case_saves_none_and_leads_nowhere(slow, tmp_path, capsys):
     arguments = ["doctor", "--device", "cpu", "--cases", THD, "--checks", "forward", "--jobs", "1"]
-    arguments += ["--backend", "reference", "--patience", "1", "--save", str(tmp_path / "saved")]
+    arguments += ["--backend", slow, "--patience", "5", "--save", str(tmp_path / "saved")]
     assert main(arguments) == 3
     out = capsys.readouterr().out
-    assert "it was not done after 1 s" in out
+    assert "it was not done after 5 s" in out
     assert "minimise" not in out
     assert list((tmp_path / "saved").iterdir()) == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 35])
+def test_the_parts_of_a_backend_are_its_whole_programme_once(count):
+    cases = [item.name for item in PROGRAMME][:count]
+    how = Apart(device="cpu", cases=cases, checks=[check.name for check in CHECKS])
+    *parts, (beside, own) = parts_of("reference", how)
+    assert len(parts) == min(count, 3)
+    assert [case for some, _ in parts for case in some] == cases, "in order"
+    assert {checks for _, checks in parts} == {tuple(c.name for c in CHECKS if not c.once)}
+    assert (beside, own) == (tuple(cases), tuple(c.name for c in CHECKS if c.once))
+    few = Apart(device="cpu", cases=cases, checks=["forward"])
+    assert len(parts_of("reference", few)) == min(count, 3)
+    few = Apart(device="cpu", cases=cases, checks=["launch_limits"])
+    assert parts_of("reference", few) == [(tuple(cases), ("launch_limits",))]
+
+
+def test_compiling_counts_where_it_made_the_longest_row_longer():
+    clock = apart._Clock()
+    clock.spent = {1: (10.0, 6.0), 2: (7.0, 0.0), 3: (9.0, 1.0)}
+    assert clock.compiling() == 2.0
+    assert apart._Clock().compiling() == 0.0
+
+
+def test_a_check_with_problems_of_its_own_is_asked_in_a_process_of_its_own(dying):
+    checks = ["forward", "compile_equals_eager"]
+    how = Apart(device="cpu", cases=[THD, DENSE], checks=checks, jobs=2, threads=1)
+    *_, found = examine_apart([dying], how)
+    assert [(row.case, row.check, row.verdict.value) for row in found.rows] == [
+        (THD, "forward", "right"),
+        (THD, "forward", "right"),
+        (DENSE, PROCESS, "error"),
+        (THD, "compile_equals_eager", "not reached"),
+    ], "the death of one part ends no other"
+
+
+LOSING = """
+from gradtruth.backends import get
+from gradtruth.verify import lost as module
+from gradtruth.verify.doctor import worker
+
+
+class Losing:
+    '''Raises in the backward of its first problem, after which no call of its process succeeds.'''
+
+    name = "losing"
+    gone = False
+
+    def __getattr__(self, name):
+        return getattr(get("reference"), name)
+
+    def forward(self, problem, inputs):
+        if Losing.gone:
+            raise RuntimeError("CUDA error: misaligned address")
+        return get("reference").forward(problem, inputs)
+
+    def backward(self, problem, *arguments):
+        if problem.layout == "thd":
+            Losing.gone = True
+            worker.lost = lambda device: Losing.gone
+            raise RuntimeError("CUDA error: misaligned address")
+        return get("reference").backward(problem, *arguments)
+
+
+losing = Losing()
+"""
+
+
+def test_a_lost_gpu_is_one_finding_and_another_process_goes_on(tmp_path, capsys):
+    path = tmp_path / "own_losing.py"
+    path.write_text(LOSING)
+    how = Apart(
+        device="cpu",
+        cases=[THD, DENSE],
+        checks=["backward", "determinism"],
+        jobs=1,
+        threads=1,
+    )
+    *_, found = examine_apart([f"{path}:losing"], how)
+    verdicts = {(row.case, row.check): row.verdict for row in found.rows}
+    assert verdicts == {
+        (THD, "backward"): Verdict.ERROR,
+        (THD, PROCESS): Verdict.NOT_REACHED,
+        (DENSE, "backward"): Verdict.RIGHT,
+        (DENSE, "determinism"): Verdict.RIGHT,
+    }
+    (ended,) = [row for row in found.rows if row.check == PROCESS]
+    assert "an error on the GPU that no later call of a process survives" in ended.detail[0]
+
+
+def test_what_is_known_is_told_when_it_is_stopped(slow, tmp_path):
+    how = Apart(device="cpu", cases=[DENSE], checks=["forward"], jobs=1, threads=1)
+    running = examine_apart(["reference", slow], how)
+    assert next(running) == DENSE
+    # The slow one began first; a ^C while it runs ends it, and the other never begins.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    *_, found = running
+    timer.join()
+    signal.signal(signal.SIGINT, before)
+    said = {row.backend: (row.verdict, row.detail[0]) for row in found.rows}
+    assert said["slow"][0] is said["reference"][0] is Verdict.NOT_REACHED
+    assert "it was stopped" in said["slow"][1]
+    assert "1 of 1 parts of the programme did not begin" in said["reference"][1]

@@ -44,7 +44,8 @@ def test_the_quick_programme_on_two_healthy_backends(capsys):
     assert cells["gqa_expand"]["reference"] == f"right {grouped}"
     assert "\n0 findings\n" in found.out
     assert "minimise" not in found.out, "nothing to look closer at"
-    assert re.search(r"^device cpu, torch \S+, gradtruth .*seconds \d+$", found.out, re.MULTILINE)
+    assert re.search(r"^device cpu, torch \S+, gradtruth ", found.out, re.MULTILINE)
+    assert re.search(r"\n\d+ s, of which compiling \d+ s\n$", found.out)
     assert found.err == ""
     assert "\x1b" not in found.out
 
@@ -99,7 +100,7 @@ def test_json_lines_and_document_hold_the_same_rows(planted, tmp_path, capsys):
         row["seconds"] = None
     assert rows == whole["rows"]
     assert whole["cases"] == {THD: {"why": "packed documents"}}
-    assert {"device", "torch", "gradtruth", "seconds"} <= set(whole["facts"])
+    assert {"device", "torch", "gradtruth", "seconds", "seconds_compiling"} <= set(whole["facts"])
     wrong = [row for row in map(row_of_json, rows) if row.kind]
     assert [(row.check, row.tensor, row.verdict.value) for row in wrong] == [
         ("backward", "dq", "WRONG")

@@ -9,9 +9,9 @@ from gradtruth.verify.checks import CHECKS
 from gradtruth.verify.doctor import advice as words
 from gradtruth.verify.doctor.advice import advice
 from gradtruth.verify.doctor.matrix import matrix
-from gradtruth.verify.findings import SUPPORT, Kind, Measured, Row, Run, Verdict
+from gradtruth.verify.findings import PROCESS, SUPPORT, Kind, Measured, Row, Run, Verdict
 from gradtruth.verify.report.junit import junit
-from gradtruth.verify.report.matrix import finding_line, refusal_lines
+from gradtruth.verify.report.matrix import finding_line, notes
 
 
 def _row(case="a", backend="x", check="backward", verdict=Verdict.RIGHT, used=None, **more):
@@ -73,7 +73,8 @@ def test_refusals_are_counted_and_the_commonest_reason_is_told():
     found = matrix(rows)
     assert found.refused == {"x": (2, 2), "y": (1, 2)}
     assert found.refusals == {"x": "layout"}
-    assert refusal_lines(found) == [("x", "layout")]
+    (table,) = notes(found)
+    assert table == ("Not examined, or not to the end", ("backend", "why"), [("x", "layout")])
     assert "oracle" not in found.backends
 
 
@@ -152,3 +153,44 @@ def test_junit_counts_and_escapes():
         "torch": "2",
         "gpu": "<none>",
     }
+
+
+def test_what_is_not_reached_says_why_with_backends_together():
+    def missed(case, backend, why, check="c"):
+        return _row(case, backend, check, Verdict.NOT_REACHED, detail=(why,))
+
+    rows = [
+        *(_row("a", backend, "b") for backend in "xyzw"),
+        *(missed("a", backend, "one head") for backend in "xy"),
+        missed("b", "x", "one head"),
+        missed("c", "x", "something else"),
+        _row("a", "z", "c"),
+        missed("b", "z", "one head"),
+        _row("a", "w", PROCESS, Verdict.NOT_REACHED, detail=("it was not done after 1 s",)),
+        _row("a", "r", SUPPORT, Verdict.REFUSES, detail=("layout",)),
+    ]
+    found = matrix(rows)
+    assert found.unreached == (
+        ("c", ("x", "y"), "one head"),
+        ("c", ("w",), "it was not done after 1 s"),
+    )
+    titles = {title: lines for title, _, lines in notes(found)}
+    assert ("c", "x, y", "one head") in titles["Not reached"]
+
+
+def test_guarantees_that_are_not_claimed_are_named():
+    rows = [
+        _row("a", "x", "c", Verdict.NOT_CLAIMED, detail=("no_sync: it is not promised",)),
+        _row("a", "x", "c"),
+        _row("b", "x", "d", Verdict.NOT_CLAIMED, detail=("foreign_lse: its own",)),
+        _row("b", "y", "d"),
+    ]
+    found = matrix(rows)
+    assert found.cells[0][0] == "right 1"
+    assert found.unclaimed == {"x": ("foreign_lse", "no_sync")}
+    lines = [("x", "foreign_lse, no_sync")]
+    assert notes(found)[-1] == (
+        "Guarantees that are not claimed",
+        ("backend", "guarantees"),
+        lines,
+    )

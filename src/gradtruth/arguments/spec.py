@@ -6,6 +6,7 @@ Only metadata is read, so this code can be traced by torch.compile with dynamic 
 from __future__ import annotations
 
 import math
+import operator
 from numbers import Real
 from typing import Any, cast
 
@@ -70,7 +71,8 @@ def _constant(value: Any) -> Any:
     if isinstance(value, float):
         return value.__float__()
     if isinstance(value, int) and not isinstance(value, bool):
-        return value.__index__()
+        # Not int(), which leaves the symbol one, and not __index__(), which breaks the graph.
+        return operator.index(value)
     return value
 
 

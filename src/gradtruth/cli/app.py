@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
+from gradtruth.cli.capture import SETTINGS, capture
 from gradtruth.cli.doctor import doctor
 from gradtruth.cli.explain import explain
 from gradtruth.cli.minimise import minimise
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.command()(doctor)
 app.command()(verify)
 app.command()(minimise)
+app.command(context_settings=SETTINGS)(capture)
 app.command()(explain)
 
 

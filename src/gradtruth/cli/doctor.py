@@ -13,6 +13,7 @@ import torch
 import typer
 
 from gradtruth.backends import ORDER, Backend, get
+from gradtruth.backends.peers.compiling import compiling_seconds, watch_compilers
 from gradtruth.cli.device import device_of
 from gradtruth.cli.progress import progress
 from gradtruth.cli.targets import (
@@ -26,7 +27,7 @@ from gradtruth.cli.targets import (
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.provenance import machine_facts
 from gradtruth.verify.checks import CHECKS, Check, named
-from gradtruth.verify.doctor.apart import Apart, examine_apart
+from gradtruth.verify.doctor.apart import Apart, Examined, examine_apart, steps_apart
 from gradtruth.verify.doctor.examination import examine
 from gradtruth.verify.doctor.matrix import matrix
 from gradtruth.verify.doctor.programme import PROGRAMME, Item, case_of
@@ -35,6 +36,9 @@ from gradtruth.verify.findings import Row, Run, exit_code
 from gradtruth.verify.report.matrix import print_matrix
 
 __all__ = ["doctor"]
+
+_MOST_ON_A_GPU = 16
+"""Processes; each takes some 600 MiB of the device before it does anything."""
 
 
 def doctor(
@@ -47,7 +51,7 @@ def doctor(
     ] = "auto",
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="A short programme: somewhat over a minute on two cores."),
+        typer.Option("--quick", help="A short programme: less than a minute on two cores."),
     ] = False,
     checks: Annotated[
         str, typer.Option(help="all, or names of checks, separated by commas.")
@@ -59,13 +63,11 @@ def doctor(
         int,
         typer.Option(
             min=-1,
-            help="Backends at once, each in a process of its own; 0 is all in this one. "
-            "By default 4 on a GPU, as many as there are cores on a CPU.",
+            help="Processes at once, each with a part of one backend's programme; 0 is all in this one. "
+            "By default as many as there are cores, up to 16 on a GPU.",
         ),
     ] = -1,
-    patience: Annotated[
-        float, typer.Option(min=1, help="Seconds for a backend that has its own process.")
-    ] = 600.0,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds for one process.")] = 600.0,
     list_: Annotated[
         bool, typer.Option("--list", help="Print the programme and its checks, and exit.")
     ] = False,
@@ -105,9 +107,13 @@ def doctor(
         patience=patience,
     )
     how = _shared_out(how, where) if jobs < 0 and len(names) > 1 else how
-    rows = _apart(names, items, how) if how.jobs > 0 else _together(items, backends, asked, where)
+    if how.jobs > 0:
+        rows, compiling = _apart(names, items, how)
+    else:
+        rows, compiling = _together(items, backends, asked, where)
     facts = machine_facts(where)
     facts["seconds"] = round(time.perf_counter() - start)
+    facts["seconds_compiling"] = round(compiling)
     run = Run(rows=tuple(rows), facts=facts, cases={item.name: {"why": item.why} for item in items})
     found = matrix(run.rows)
     if save is not None:
@@ -122,40 +128,45 @@ def doctor(
 
 def _together(
     items: list[Item], backends: list[Backend], checks: tuple[Check, ...], device: torch.device
-) -> list[Row]:
+) -> tuple[list[Row], float]:
+    """Rows, and the seconds of compiling."""
     rows: list[Row] = []
+    watch_compilers(triton=device.type == "cuda")
+    before = compiling_seconds()
     with progress(len(items) * steps_of(backends, checks)) as advance:
         for event in examine(items, backends, checks, device):
             if isinstance(event, Row):
                 rows.append(event)
             else:
                 advance(event)
-    return rows
+    return rows, compiling_seconds() - before
 
 
 def _shared_out(how: Apart, where: torch.device) -> Apart:
     """As many processes as suit the device."""
-    if where.type == "cuda":
-        return replace(how, jobs=4)
-    cores = os.cpu_count() or 1
-    return replace(how, jobs=cores, threads=1)
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    jobs = min(cores, _MOST_ON_A_GPU) if where.type == "cuda" else cores
+    return replace(how, jobs=jobs, threads=1)
 
 
-def _apart(names: list[str], items: list[Item], how: Apart) -> list[Row]:
-    """Every backend in a process of its own; on a CPU those that refuse everything are only asked why, here."""
+def _apart(names: list[str], items: list[Item], how: Apart) -> tuple[list[Row], float]:
+    """Every backend in processes of its own; on a CPU those that refuse everything are only asked why, here."""
     refusing = [] if how.device != "cpu" else [name for name in names if _refuses(name, items)]
     able = [name for name in names if name not in refusing]
-    rows: list[Row] = []
+    refusals: list[Row] = []
     if refusing:
         checks = named(tuple(how.checks))
-        rows = _together(items, list(map(get, refusing)), checks, torch.device(how.device))
-    with progress(len(able)) as advance:
+        refusals, _ = _together(items, list(map(get, refusing)), checks, torch.device(how.device))
+    found = Examined([], 0.0)
+    with progress(steps_apart(able, how)) as advance:
         for event in examine_apart(able, how):
             if isinstance(event, str):
                 advance(event)
             else:
-                rows = [*event, *rows]
-    return rows
+                found = event
+    return [*found.rows, *refusals], found.compiling
 
 
 def _refuses(name: str, items: list[Item]) -> bool:

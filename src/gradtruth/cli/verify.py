@@ -22,8 +22,9 @@ from gradtruth.cli.targets import (
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.cases.provenance import machine_facts
 from gradtruth.verify.checks import named
-from gradtruth.verify.engine import steps_of, verify_case
+from gradtruth.verify.engine import steps_of, unreached, verify_case
 from gradtruth.verify.findings import Row, Run, exit_code
+from gradtruth.verify.lost import lost
 from gradtruth.verify.report.console import print_verification
 
 __all__ = ["verify"]
@@ -61,6 +62,9 @@ def verify(
     rows: list[Row] = []
     with progress(len(cases) * steps_of(backends, asked)) as advance:
         for name, case in cases.items():
+            if lost(where):
+                rows.append(unreached(case, name))
+                continue
             for event in verify_case(case.to(where), backends, name=name, checks=asked):
                 if isinstance(event, Row):
                     rows.append(event)

@@ -11,10 +11,11 @@ from gradtruth.core.support import Claims
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import CHECKS, Check, Judged, NotClaimed, NotReached, Subject
 from gradtruth.verify.findings import SUPPORT, Kind, Row, Verdict
+from gradtruth.verify.lost import lost
 from gradtruth.verify.standard import Standard
 from gradtruth.verify.trial import support_of
 
-__all__ = ["Event", "find", "steps_of", "verify_case"]
+__all__ = ["Event", "find", "steps_of", "unreached", "verify_case"]
 
 Event = Row | str
 """A row, or the name of a step that begins."""
@@ -25,6 +26,22 @@ def steps_of(backends: Sequence[Backend], checks: Sequence[Check] = CHECKS) -> i
     return 1 + len(checks) * len(backends)
 
 
+_LOST = "an error of an earlier call on this GPU, which no later call of a process survives"
+
+
+def unreached(case: Case, name: str) -> Row:
+    """The row of a case that no backend can be asked about, since the GPU is lost (``verify.lost``)."""
+    return Row(
+        case=name,
+        case_id=case.id,
+        problem=case.problem.label(),
+        backend="oracle",
+        check=SUPPORT,
+        verdict=Verdict.NOT_REACHED,
+        detail=(_LOST,),
+    )
+
+
 def verify_case(
     case: Case,
     backends: Sequence[Backend],
@@ -32,6 +49,7 @@ def verify_case(
     name: str,
     checks: Sequence[Check] | Callable[[Backend], Sequence[Check]] = CHECKS,
     preceding: tuple[Case, ...] = (),
+    standard: Standard | None = None,
 ) -> Iterator[Event]:
     """Run a case on its device through backends and checks, and judge what they return.
 
@@ -44,6 +62,7 @@ def verify_case(
         name: of the case, for the rows.
         checks: in the order of the rows; a function that says which, where backends differ.
         preceding: cases whose calls precede every call of the case.
+        standard: of the case; by default one on its device.
 
     Yields:
         A text when a step begins, a row when a verdict is known.
@@ -56,7 +75,7 @@ def verify_case(
         check=SUPPORT,
         verdict=Verdict.ERROR,
     )
-    standard = Standard(case)
+    standard = standard or Standard(case)
     try:
         yield f"{name}: oracle"
         _ = standard.own
@@ -64,6 +83,9 @@ def verify_case(
         yield replace(blank, detail=(_words(error),))
         return
     for backend in backends:
+        if lost(case.device):
+            yield replace(blank, backend=backend.name, verdict=Verdict.NOT_REACHED, detail=(_LOST,))
+            continue
         subject = Subject(case, backend, standard, preceding=preceding)
         asked = checks(backend) if callable(checks) else checks
         yield from _Examination(replace(blank, backend=backend.name), subject, asked).run()
@@ -101,10 +123,18 @@ class _Examination:
         foreign = self._foreign_dropout()
         if foreign is not None:
             yield foreign
+        broken = False
         for check in self.checks:
-            if foreign is None or check.any_dropout:
-                yield f"{self.blank.case}: {self.blank.backend} {check.name}"
-                yield from self._asked(check)
+            if foreign is not None and not check.any_dropout:
+                continue
+            if broken and lost(self.subject.case.device):
+                row = replace(self.blank, check=check.name, detail=(_LOST,))
+                yield replace(row, verdict=Verdict.NOT_REACHED)
+                continue
+            yield f"{self.blank.case}: {self.blank.backend} {check.name}"
+            for row in self._asked(check):
+                broken = broken or row.verdict is Verdict.ERROR
+                yield row
 
     def _refusal(self) -> Row | None:
         """Why the backend is not asked."""

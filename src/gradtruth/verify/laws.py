@@ -1,20 +1,35 @@
 """Conservation laws: identities between an attention's inputs, outputs and gradients that need no reference.
 
-With dS' the gradient of the raw products q_i . k_j, and P~ the weights after dropout:
+With dS'_ij = d loss / d (q_i . k_j) the gradient of the raw product, and P~ the weights after dropout:
 
-A: <q, dq> = <k, dk>. Both are the sum of dS'_ij (q_i . k_j) over all i and j; per KV head, the query side summed over
-   its group. Holds under any mask, bias, softcap, sink and dropout.
-B: <v, dv> = <out, dout>. Both are the sum of P~_ij (dout_i . v_j). Holds always too, on valid rows.
-C: sum_j dk_j = scale * sum_i (p_sink_i * delta_i + dlse_i) q_i, because sum_j dS_ij is what the sink and lse take. Void
-   under a softcap; without sink and dlse it says that the gradients of the keys add up to 0.
+A: <q, dq> = <k, dk>. q and k enter the scores only through their products, so dq_i = sum_j dS'_ij k_j and
+   dk_j = sum_i dS'_ij q_i, and both sides are sum_ij dS'_ij (q_i . k_j). What happens to a product later (scale,
+   softcap, bias before or behind the scale, ALiBi, mask, softmax, sink, dropout) is in dS' and the same on both sides.
+   Per KV head, the query side summed over its group, because k_j meets every q_i of the group.
+B: <v, dv> = <out, dout>. out_i = sum_j P~_ij v_j is linear in v, so both sides are sum_ij P~_ij (dout_i . v_j). P~ may
+   be anything: dropped, short of 1 because of a sink.
+C: sum_j dk_j = scale * sum_i (p_sink_i * delta_i + dlse_i) q_i. Without a softcap dS' = scale * dS, and
+   dS_ij = P_ij (dP_ij - delta_i) with delta_i = sum_j P_ij dP_ij - dlse_i. So sum_j dS_ij is
+   delta_i + dlse_i - delta_i sum_j P_ij, and sum_j P_ij = 1 - p_sink_i. A row without a visible key adds nothing: with
+   a sink p_sink is 1 and delta -dlse, without one lse is -inf, and it is left out. Without sink and dlse the gradients
+   of the keys add up to 0: adding a constant to every key changes no weight. A softcap weighs the terms by its
+   derivative, which voids it.
 
-They are blind to dq and dk that are zero, negated or scaled together, and A to a wrong delta or lse: hence the oracle,
-and the probes. All sums are fp64.
+All on valid rows. They are blind to dq and dk that are zero, negated or scaled together, and A to a wrong delta or lse,
+for both sides use the same wrong dS: hence the oracle, and the probes. All sums are fp64.
+
+**Bounds** (``Residual.bound``), for use without a reference. An error of dS is in both sides of A alike, so A errs by
+the rounding of dq and dk themselves, eps |q o dq| and eps |k o dk| in quadrature (o elementwise), and by what
+sums and recomputed weights lose: eps_acc (1 + |x|) times the largest terms, scale |q_i| |k| w_i with
+w_i = |dout_i| |v| keep / (1 - p) + |dlse_i|. B has P rounded apart in forward and backward: eps w_i beside
+eps |out o dout| and eps |v o dv|. C has the sums of rounded dS: eps scale |q_i| w_i beside eps |dk|. |k|, |v| and |x|
+are the largest row norms and score. The sum is taken ``_DEVIATIONS`` times; docs/watch.md has what healthy ones use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +38,7 @@ from torch import Tensor
 from gradtruth.core.layout import canonical, canonical_lse
 from gradtruth.core.problem import Problem
 from gradtruth.core.tensors import Inputs
+from gradtruth.verify.truth.rounding import rounding_of
 from gradtruth.verify.truth.scoring import Place, places
 
 __all__ = ["Residual", "residuals"]
@@ -38,6 +54,7 @@ class Residual:
         value: how far the two sides are apart: a difference, of C the norm of one.
         size: the product of norms that it is small against.
         rounding: its standard deviation under independent errors of the given standard deviations; 0 without any.
+        bound: what it may be at most in a healthy attention, from norms alone; see the module.
     """
 
     law: str
@@ -46,6 +63,12 @@ class Residual:
     value: float
     size: float
     rounding: float = 0.0
+    bound: float = math.inf
+
+    @property
+    def holds(self) -> bool:
+        """Within the bound; NaN is not."""
+        return self.value <= self.bound
 
 
 def residuals(
@@ -55,6 +78,9 @@ def residuals(
     dout: Tensor,
     dlse: Tensor | None = None,
     errors: Mapping[str, Tensor] | None = None,
+    *,
+    sequences: Iterable[int] | None = None,
+    coarse: bool = False,
 ) -> Iterator[Residual]:
     """The laws that hold for a problem, for every (sequence, KV head).
 
@@ -63,103 +89,205 @@ def residuals(
         tensors: out, lse, dq, dk, dv, as far as there are any; a law without its tensors is passed over.
         dout, dlse: what the backward got.
         errors: standard deviations of the errors of these tensors, elementwise.
+        sequences: numbers of those to look at; None is all.
+        coarse: for the bounds, see ``probes.Found``.
     """
     given = {**tensors, "q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": dout}
-    for n, place in enumerate(places(problem, inputs)):
-        rows = _Rows(problem, n, place)
-        parts = {name: rows.take(name, tensor) for name, tensor in given.items() if name in _SIDES}
-        spread = {
-            name: rows.take(name, tensor)
-            for name, tensor in (errors or {}).items()
-            if name in _SIDES
-        }
-        for law, left, right in _PRODUCTS:
-            if {*left, *right} <= set(parts):
-                yield from _product(law, n, left, right, parts, spread)
-        if problem.spec.softcap is None and {"dk", "dq", "out", "lse"} <= set(parts):
-            yield from _key_sum(problem, inputs, rows, parts, spread, dlse)
+    if dlse is not None:
+        given["dlse"] = dlse
+    where = places(problem, inputs)
+    for n in range(len(where)) if sequences is None else sequences:
+        for groups in _chunks(problem, where[n]):
+            rows = _Rows(problem, inputs, n, where[n], groups)
+            parts = {name: rows.take(name, x) for name, x in given.items() if name in _SIDES}
+            spread = {
+                name: rows.take(name, x) for name, x in (errors or {}).items() if name in _SIDES
+            }
+            norms = _Norms.of(problem, inputs, parts, coarse=coarse)
+            for law, left, right in _PRODUCTS:
+                if {*left, *right} <= set(parts):
+                    yield from _product(law, rows, (left, right), parts, spread, norms)
+            if problem.spec.softcap is None and _needed_for_sum(problem, dlse) <= set(parts):
+                yield from _key_sum(rows, parts, spread, norms)
 
 
-_QUERY, _KEY = ("q", "dq", "out", "dout", "lse"), ("k", "v", "dk", "dv")
+_DEVIATIONS = 8.0  # of one eps; a rounding errs by 0.29 of one, partial sums in a low dtype by more
+_ELEMENTS = 1 << 22  # of one tensor that are looked at in one go
+_HIDING = 1e4  # a bias beyond this hides a key and rounds no score
+_LINES = ("lse", "dlse")
+_QUERY, _KEY = ("q", "dq", "out", "dout", *_LINES), ("k", "v", "dk", "dv")
 _SIDES = (*_QUERY, *_KEY)
 _PRODUCTS = (("A", ("q", "dq"), ("k", "dk")), ("B", ("out", "dout"), ("v", "dv")))
 
 
+def _needed_for_sum(problem: Problem, dlse: Tensor | None) -> set[str]:
+    """What law C reads beside q and dout."""
+    needed = {"dk", "dq"}
+    if problem.spec.sink or dlse is not None:
+        needed |= {"out", "lse"}
+    return needed
+
+
+def _chunks(problem: Problem, place: Place) -> Iterator[slice]:
+    """Ranges of KV heads that are looked at in one go."""
+    longest = max(place.length_q * problem.group_size, place.length_kv, 1)
+    step = max(1, _ELEMENTS // (longest * max(problem.head_dim_qk, problem.head_dim_v)))
+    for first in range(0, problem.num_gqa_groups, step):
+        yield slice(first, min(first + step, problem.num_gqa_groups))
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """One sequence's share of every tensor."""
+    """The share of one sequence and some KV heads of every tensor."""
 
     problem: Problem
+    inputs: Inputs
     n: int
     place: Place
+    groups: slice
+
+    @property
+    def heads(self) -> slice:
+        """The query heads."""
+        size = self.problem.group_size
+        return slice(self.groups.start * size, self.groups.stop * size)
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
-        """fp64 [G, R * S, D] on the query side, [G, T, D] on the key side; lse has one channel."""
+        """fp64 [G, R * S, D] on the query side, [G, T, D] on the key side, 0 where hidden; lse has one channel."""
         problem = self.problem
         row = 0 if problem.layout == "thd" else self.n
         at = self.place.keys if name in _KEY else self.place.queries
-        if name == "lse":
-            part = canonical_lse(tensor, problem.layout)[row, :, at].unsqueeze(-1)
+        heads = self.groups if name in _KEY else self.heads
+        if name in _LINES:
+            part = canonical_lse(tensor, problem.layout)[row, heads, at].unsqueeze(-1)
         else:
-            part = canonical(tensor, problem.spec.layout)[row, at].transpose(0, 1)
-        return part.double().reshape(problem.num_gqa_groups, -1, part.shape[-1])
+            part = canonical(tensor, problem.spec.layout)[row, at, heads].transpose(0, 1)
+        side = "kv" if name in _KEY else "q"
+        mask = getattr(self.inputs, f"padding_mask_{side}")
+        part = part.double()
+        if mask is not None and problem.layout != "thd":
+            part = part.masked_fill(mask[self.n, at].view(1, -1, 1), 0.0)
+        many = self.groups.stop - self.groups.start
+        length = part.shape[1] * (part.shape[0] // many)
+        return part.reshape(many, length, part.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Norms:
+    """What the bounds are made of, [G] each but eps; see the module.
+
+    Attributes:
+        eps, fine: of operands and results, and of sums times 1 + |x|.
+        key: the largest norm of a key.
+        row: w_i in quadrature.
+        query: scale |q_i| w_i in quadrature.
+    """
+
+    eps: float
+    fine: Tensor
+    key: Tensor
+    row: Tensor
+    query: Tensor
+
+    @staticmethod
+    def of(
+        problem: Problem, inputs: Inputs, parts: Mapping[str, Tensor], *, coarse: bool
+    ) -> _Norms:
+        spec, rounding = problem.spec, rounding_of(problem)
+        ratio = 1.0 if coarse else rounding.ratio
+        size = {name: parts[name].norm(dim=-1) for name in ("q", "k", "v", "dout")}
+        most = {name: _largest(size[name]) for name in ("q", "k", "v")}
+        score = abs(problem.scale) * most["q"] * most["k"]
+        if inputs.bias is not None and inputs.bias.numel():
+            bias = inputs.bias.detach().abs()
+            score = score + bias.masked_fill(bias > _HIDING, 0).max().double()
+        if inputs.alibi_slopes is not None:
+            score = score + inputs.alibi_slopes.abs().max().double() * problem.seqlen_kv
+        kept = 1.0 if spec.dropout_p in (0.0, 1.0) else 1.0 / (1.0 - spec.dropout_p)
+        weight = size["dout"] * most["v"].unsqueeze(-1) * kept
+        if "dlse" in parts:
+            weight = weight + parts["dlse"].abs().squeeze(-1)
+        return _Norms(
+            eps=rounding.unit,
+            fine=rounding.unit * ratio * (1.0 + score),
+            key=most["k"],
+            row=weight.norm(dim=-1),
+            query=abs(problem.scale) * (size["q"] * weight).norm(dim=-1),
+        )
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """[G] of [G, rows]."""
+    return rows.amax(-1) if rows.shape[-1] else rows.new_zeros(rows.shape[:1])
 
 
 def _product(
     law: str,
-    n: int,
-    left: tuple[str, str],
-    right: tuple[str, str],
+    rows: _Rows,
+    sides: tuple[tuple[str, str], tuple[str, str]],
     parts: Mapping[str, Tensor],
     spread: Mapping[str, Tensor],
+    norms: _Norms,
 ) -> Iterator[Residual]:
     """<left> - <right> per KV head."""
     sums, sizes, variance = [], [], torch.zeros(())
-    for a, b in (left, right):
-        sums.append((parts[a] * parts[b]).sum((1, 2)))
+    bound = norms.fine * norms.key * norms.query
+    if law == "B":
+        bound = (norms.eps + norms.fine) * norms.row
+    for a, b in sides:
+        terms = parts[a] * parts[b]
+        sums.append(terms.sum((1, 2)))
+        bound = bound + norms.eps * terms.norm(dim=(1, 2))
         sizes.append(parts[a].norm(dim=(1, 2)) * parts[b].norm(dim=(1, 2)))
         for mine, other in ((a, b), (b, a)):
             if mine in spread:
                 variance = variance + (spread[mine] * parts[other]).square().sum((1, 2))
-    value, size = (sums[0] - sums[1]).abs(), sizes[0] + sizes[1]
-    rounding = variance.sqrt().expand_as(value)
-    for head, (v, s, r) in enumerate(
-        zip(value.tolist(), size.tolist(), rounding.tolist(), strict=True)
-    ):
-        yield Residual(law, n, head, v, s, r)
+    value = (sums[0] - sums[1]).abs()
+    yield from _heads(law, rows, value, sizes[0] + sizes[1], variance.sqrt(), bound)
 
 
 def _key_sum(
-    problem: Problem,
-    inputs: Inputs,
     rows: _Rows,
     parts: Mapping[str, Tensor],
     spread: Mapping[str, Tensor],
-    dlse: Tensor | None,
+    norms: _Norms,
 ) -> Iterator[Residual]:
     """|sum_j dk_j - scale * sum_i (p_sink_i * delta_i + dlse_i) q_i| per KV head."""
-    taken = torch.zeros_like(parts["lse"])
-    line = None if dlse is None else rows.take("lse", dlse)
-    finite = parts["lse"] > -torch.inf
-    if problem.spec.sink:
-        sink = torch.zeros(problem.num_heads, dtype=torch.float64)
-        if inputs.softmax_offset is not None:
-            sink = inputs.softmax_offset.double()
-        S = rows.place.length_q
-        logit = sink.to(taken.device).repeat_interleave(S).view_as(taken)
-        delta = (parts["out"] * parts["dout"]).sum(-1, keepdim=True)
-        delta = delta if line is None else delta - line
-        seen = parts["out"].abs().amax(-1, keepdim=True) > 0
-        taken = torch.where(finite & seen, (logit - parts["lse"]).exp() * delta, 0.0)
-    if line is not None:
-        taken = taken + torch.where(finite, line, 0.0)
-    expected = (taken * parts["q"]).sum(1) * problem.scale
-    apart = (parts["dk"].sum(1) - expected).norm(dim=-1)
+    problem, inputs = rows.problem, rows.inputs
+    expected: Tensor | float = 0.0
+    line = parts.get("dlse")
+    if problem.spec.sink or line is not None:
+        taken = torch.zeros_like(parts["lse"])
+        finite = parts["lse"] > -torch.inf
+        if problem.spec.sink:
+            sink = torch.zeros(problem.num_heads, dtype=torch.float64)
+            if inputs.softmax_offset is not None:
+                sink = inputs.softmax_offset.double()
+            logit = (
+                sink.to(taken.device)[rows.heads]
+                .repeat_interleave(rows.place.length_q)
+                .view_as(taken)
+            )
+            delta = (parts["out"] * parts["dout"]).sum(-1, keepdim=True)
+            delta = delta if line is None else delta - line
+            # Without a visible key p_sink is 1, and what is added below takes this back.
+            taken = torch.where(finite, (logit - parts["lse"]).exp() * delta, 0.0)
+        if line is not None:
+            taken = taken + torch.where(finite, line, 0.0)
+        expected = (taken * parts["q"]).sum(1) * problem.scale
+    value = (parts["dk"].sum(1) - expected).norm(dim=-1)
     size = parts["dk"].norm(dim=-1).sum(-1)
-    rounding = torch.zeros_like(apart)
+    rounding = torch.zeros_like(value)
     if "dk" in spread:
         rounding = spread["dk"].square().sum((1, 2)).sqrt()
-    for head, (v, s, r) in enumerate(
-        zip(apart.tolist(), size.tolist(), rounding.tolist(), strict=True)
-    ):
-        yield Residual("C", rows.n, head, v, s, r)
+    bound = norms.eps * parts["dk"].norm(dim=(1, 2)) + (norms.eps + norms.fine) * norms.query
+    yield from _heads("C", rows, value, size, rounding, bound)
+
+
+def _heads(
+    law: str, rows: _Rows, value: Tensor, size: Tensor, rounding: Tensor, bound: Tensor
+) -> Iterator[Residual]:
+    """One residual per KV head, from [G] each."""
+    columns = (value, size, rounding.to(value).expand_as(value), _DEVIATIONS * bound)
+    for head, found in enumerate(torch.stack(columns, 1).tolist()):
+        yield Residual(law, rows.n, rows.groups.start + head, *found)

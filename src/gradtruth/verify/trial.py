@@ -15,7 +15,7 @@ from gradtruth.core.support import Support
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 from gradtruth.verify.cases import storage
 from gradtruth.verify.cases.case import Case
-from gradtruth.verify.same_bits import same_bits
+from gradtruth.verify.same_bits import all_same_bits
 
 __all__ = [
     "Given",
@@ -100,10 +100,11 @@ def _run(case: Case, call: Callable[[Given], Forward | Grads]) -> Trial:
         text = f"{type(error).__name__}: {error}"
         return Trial(tensors={}, wrong={}, error=text, seconds=time.perf_counter() - start)
     seconds = time.perf_counter() - start
+    kept = all_same_bits((base, copies[name]) for name, base in bases.items())
     wrong = {
         name: "the backend wrote its input"
-        for name, base in bases.items()
-        if not same_bits(base, copies[name])
+        for name, unchanged in zip(bases, kept, strict=True)
+        if not unchanged
     }
     return Trial(returned=returned, tensors=tensors, wrong=wrong, seconds=seconds)
 

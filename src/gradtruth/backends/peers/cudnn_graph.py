@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtruth.backends.peers.compiling import compiling
 from gradtruth.backends.peers.cudnn_terms import GraphTerms, TensorTerms
 
 __all__ = ["Workspace", "check_support", "describe", "run"]
@@ -46,8 +47,9 @@ def check_support(terms: GraphTerms, index: int) -> str | None:
     """Why cuDNN refuses a graph, in its words; None when it does not."""
     library = import_module("cudnn")
     try:
-        graph, _ = describe(terms, library, _handle(index))
-        _plan(graph, library)
+        with compiling():
+            graph, _ = describe(terms, library, _handle(index))
+            _plan(graph, library)
     except (library.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
         return " ".join(str(error).split())
     return None
@@ -64,7 +66,7 @@ def _handle(index: int) -> Any:
 def _built(terms: GraphTerms, index: int) -> tuple[Any, dict[str, Any]]:
     """A graph ready to run, and its tensors by name. It holds no memory and no number but those in the terms."""
     library = import_module("cudnn")
-    with torch.cuda.device(index):
+    with torch.cuda.device(index), compiling():
         graph, nodes = describe(terms, library, _handle(index))
         _plan(graph, library)
         graph.build_plans()

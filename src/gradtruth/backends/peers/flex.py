@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
-from gradtruth.backends.peers.places import Places, places_of
+from gradtruth.backends.peers.places import Places, places_of, visible_mask
 from gradtruth.backends.peers.refusals import unable
 from gradtruth.backends.peers.rerun import differentiate, widened
 from gradtruth.backends.peers.views import (
@@ -30,7 +30,10 @@ from gradtruth.core.problem import Problem
 from gradtruth.core.support import Claims, Reason, ReasonCode, Support
 from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 
-__all__ = ["create"]
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["block_mask_of", "create"]
 
 _ABLE = (
     ReasonCode.SOFTCAP,
@@ -42,6 +45,7 @@ _ABLE = (
 )
 _HALVES = ("bfloat16", "float16")
 _LN2 = math.log(2.0)
+_BLOCK = 128  # queries and keys of a block of the block mask, as torch takes them by default
 _WIDEST_FP32 = 128  # 192 asks for 338 KiB on an H200, which has 227
 _ScoreMod = Callable[..., Tensor]
 _MaskMod = Callable[..., Tensor]
@@ -164,19 +168,38 @@ def _attend(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         wide = replace(wide, q=inputs.q, k=inputs.k, v=inputs.v)
     q, k, v = (heads_first(x, layout) for x in (wide.q, wide.k, wide.v))
     places = places_of(problem, inputs)
-    mods = _mods(problem, wide, places)
+    visible = visible_mask(problem, inputs, places)
+    mods = _mods(problem, wide, places, visible if on_cpu else None)
     with full_precision(problem, q.device):
-        out, lse, top = (_fallback if on_cpu else _compiled)(problem, (q, k, v), mods)
+        if on_cpu:
+            out, lse, top = _fallback(problem, (q, k, v), mods)
+        else:
+            out, lse, top = _compiled(problem, (q, k, v), mods, visible)
     lse = torch.where(top > -torch.inf, lse, -torch.inf)
     if problem.spec.sink:
         out, lse = _with_sink(problem, inputs, (out, lse), places)
     return from_heads_first(out, layout), lse, top.detach()
 
 
-def _mods(problem: Problem, inputs: Inputs, places: Places) -> _Mods:
+def _mods(problem: Problem, inputs: Inputs, places: Places, visible: Tensor | None) -> _Mods:
+    """The mods; with ``visible`` the mask is looked up in it, which the dense fallback does far faster."""
     score, score_tensors = _score_mod(problem, inputs, places)
-    mask, mask_tensors = _mask_mod(problem, inputs, places)
+    if visible is None:
+        mask, mask_tensors = _mask_mod(problem, inputs, places)
+    else:
+        mask, mask_tensors = _table_mod(visible)
     return _Mods(score, score_tensors, mask, mask_tensors)
+
+
+def _table_mod(visible: Tensor) -> tuple[_MaskMod, tuple[Tensor, ...]]:
+    """A mask_mod that reads bool [B', 1|H, S, T]; an index of four would take vmap several times as long."""
+    _, heads, rows, columns = visible.shape
+
+    def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor, table: Tensor) -> Tensor:
+        at = ((b * heads + h if heads > 1 else b) * rows + m) * columns + n
+        return table.index_select(0, at.view(1)).view(())
+
+    return mask_mod, (visible.flatten(),)
 
 
 def _mask_mod(
@@ -294,7 +317,7 @@ def _one_block(queries: int, keys: int, mask_mod: _MaskMod) -> tuple[Any, ...]:
 
 
 def _compiled(
-    problem: Problem, operands: tuple[Tensor, Tensor, Tensor], mods: _Mods
+    problem: Problem, operands: tuple[Tensor, Tensor, Tensor], mods: _Mods, visible: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The compiled kernel: out, lse and row maximum."""
     from torch.nn.attention import flex_attention as flex
@@ -307,9 +330,7 @@ def _compiled(
     def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         return mods.mask(b, h, m, n, *mods.mask_tensors)
 
-    block_mask = flex.create_block_mask(
-        mask_mod, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device=q.device
-    )
+    block_mask = block_mask_of(visible, mask_mod)
     # Every kind of problem is one compilation of the same function; beyond a few torch would give up compiling.
     # A scale that changes would become an input of the graph, which the kernel's template can't take.
     limits = torch._dynamo.config.patch(
@@ -331,6 +352,30 @@ def _compiled(
     return out, stats.lse, stats.max_scores
 
 
+def block_mask_of(visible: Tensor, mask_mod: _MaskMod) -> BlockMask:
+    """``create_block_mask`` for a mask that is there already: it would call ``mask_mod`` for every element.
+
+    Args:
+        visible: bool [B', 1|H, S, T], what ``mask_mod`` says.
+        mask_mod: for the blocks that are partly visible.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    queries, keys = visible.shape[2:]
+    rows, columns = (-(-length // _BLOCK) for length in (queries, keys))
+    padding = (0, columns * _BLOCK - keys, 0, rows * _BLOCK - queries)
+    blocks = pad(visible, padding).unflatten(3, (columns, _BLOCK)).unflatten(2, (rows, _BLOCK))
+    counts = blocks.sum((3, 5))
+    full = counts == _BLOCK * _BLOCK
+    sides = []
+    for some in ((counts > 0) & ~full, full):
+        order = some.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        sides += [some.sum(-1, dtype=torch.int32), order.to(torch.int32)]
+    return BlockMask.from_kv_blocks(
+        *sides, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(queries, keys)
+    )
+
+
 @cache
 def _compiled_function() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
@@ -341,13 +386,16 @@ def _compiled_function() -> Callable[..., Any]:
 def _with_sink(
     problem: Problem, inputs: Inputs, result: tuple[Tensor, Tensor], places: Places
 ) -> tuple[Tensor, Tensor]:
-    """out and lse with the sink in the denominator; rows without a visible key give it no gradient."""
+    """out and lse with the sink in the denominator; rows without a visible key give it no gradient.
+
+    lse is -inf too where a bias of finfo.min hides every key, as it passes through base 2: the sink takes all.
+    """
     out, lse = result
     logit = _sink_logit(problem, inputs, lse.dtype)
     seen = lse > -torch.inf
     finite = lse.masked_fill(~seen, 0.0)
     # e^-softplus(x) is 1 / (1 + e^x), and the gradient of a faint sink, e^x, stays exact in it.
-    share = torch.exp(-softplus(logit - finite))
+    share = torch.where(seen, torch.exp(-softplus(logit - finite)), 0.0)
     valid = (places.sequence_q >= 0)[:, None]
     bare = torch.where(valid, logit.detach(), -torch.inf)
     return out * share[..., None], torch.where(seen, torch.logaddexp(finite, logit), bare)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradtruth.errors import InvalidProblem
 
-__all__ = ["View", "join", "split"]
+__all__ = ["View", "footprint", "join", "split"]
 
 _ALIGNMENT = 16  # bytes; what StrideClass.aligned looks at
 _MAX_HOLE = 1 << 16  # bytes; views further apart than this in one storage are kept apart
@@ -77,6 +77,19 @@ def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, V
                 offset = int(tensor.storage_offset()) + shift if tensor.numel() else 0
                 views[name] = View(base, tuple(tensor.shape), tensor.stride(), offset)
     return bases, views
+
+
+def footprint(tensors: Mapping[str, Tensor]) -> int:
+    """At most how many bytes the bases of ``split`` have. Nothing is copied.
+
+    Raises:
+        InvalidProblem: a tensor that is not strided.
+    """
+    return sum(
+        (region.last - region.first) * tensors[region.names[0]].element_size() + _ALIGNMENT
+        for names in _storages(tensors)
+        for region in _regions({name: tensors[name] for name in names})
+    )
 
 
 def join(bases: Mapping[str, Tensor], views: Mapping[str, View]) -> dict[str, Tensor]:

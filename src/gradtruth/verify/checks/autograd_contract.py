@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 
 import torch
@@ -63,11 +64,13 @@ def _sets(subject: Subject, forward: Forward) -> Iterator[Judged]:
 
 def _asked(subject: Subject, forward: Forward, some: tuple[str, ...]) -> dict[str, Tensor]:
     case = subject.case
-    given = as_called(case, case.tensors())
+    # Copies: a backend that writes what it is given must not change what later checks give.
+    given = as_called(case, case.to(case.device).tensors())
+    own = replace(forward, out=forward.out.clone(), lse=forward.lse.clone())
     asked = Wanted(**{name: name in some for name in _NAMES})
     with torch.no_grad():
         found = subject.backend.backward(
-            case.problem, given.inputs, forward, given.dout, given.dlse, asked
+            case.problem, given.inputs, own, given.dout, given.dlse, asked
         )
     return dict(found.items())
 

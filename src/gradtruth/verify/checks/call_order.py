@@ -100,7 +100,7 @@ def _reversed(cu: Tensor) -> Tensor:
 
 def _judged(subject: Subject, what: str, other: Case, run: Run) -> Iterator[Judged]:
     """The other call against its own oracle."""
-    own = Subject(other, subject.backend, subject.standard.derived(f"call_order {what}", other))
+    own = Subject(other, subject.backend, subject.standard.derived(_key(what), other))
     for trial in (run.forward, run.backward):
         for answer in () if trial is None else against_oracle(own, trial, own.standard.own):
             if answer.kind is not None:
@@ -113,7 +113,7 @@ def _interleaved(subject: Subject) -> Iterator[Judged]:
     other = _refilled(subject.case)
     if subject.supports(other) is not None:
         return
-    standard = subject.standard.derived(f"call_order {_REFILLED}", other)
+    standard = subject.standard.derived(_key(_REFILLED), other)
     subjects = {"case": subject, "other": Subject(other, subject.backend, standard)}
     for order in _ORDERS:
         forwards, backwards = (half.split(", ") for half in order.split("; "))
@@ -137,4 +137,12 @@ def _half(subject: Subject, forward: Trial, what: str) -> Iterator[Judged]:
         yield from same(subject, trial.tensors, first.tensors, what)
 
 
-CALL_ORDER = Check("call_order", _run)
+def _key(what: str) -> str:
+    return f"call_order {what}"
+
+
+def _derived(case: Case) -> dict[str, Case]:
+    return {_key(what): other for what, other in related(case).items()}
+
+
+CALL_ORDER = Check("call_order", _run, derived=_derived)

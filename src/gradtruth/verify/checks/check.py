@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks.subject import Subject
 from gradtruth.verify.findings import ErrorMap, Kind, Measured
 
@@ -49,6 +50,12 @@ class NotClaimed:
     reason: str
 
 
+def _none(case: Case) -> Mapping[str, Case]:
+    """No cases."""
+    del case
+    return {}
+
+
 Answer = Judged | NotReached | NotClaimed
 
 
@@ -64,6 +71,8 @@ class Check:
         device: "cuda" where only a GPU has what it looks at.
         once: it makes its own problems, so one case per backend says all.
         any_dropout: it says something where the backend's keep mask is not the library's own.
+        derived: the cases that it makes of a case and holds against an oracle of their own, by the key under which
+            ``Standard.derived`` keeps it. The same for every backend, so that they can be computed beforehand.
     """
 
     name: str
@@ -72,6 +81,7 @@ class Check:
     device: str | None = None
     once: bool = False
     any_dropout: bool = False
+    derived: Callable[[Case], Mapping[str, Case]] = _none
 
     @property
     def fault(self) -> str:

@@ -67,8 +67,8 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
 def _by_place(
     subject: Subject, tensors: Mapping[str, Tensor], errors: Mapping[str, Tensor]
 ) -> dict[tuple[str, int, int], Residual]:
-    case = subject.case
-    given = {name: tensors[name] for name in _NAMES if name in tensors}
+    case = subject.standard.there
+    given = {name: tensors[name].to(case.device) for name in _NAMES if name in tensors}
     found = residuals(case.problem, case.inputs, given, case.dout, case.dlse, errors)
     return {(each.law, each.sequence, each.head): each for each in found}
 

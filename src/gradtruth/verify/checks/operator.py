@@ -79,11 +79,12 @@ class Operator:
         torch.autograd.backward(ends, given)
 
     def _ends(self, results: Results) -> tuple[list[Tensor], list[Tensor]]:
-        """Results with a gradient, and their gradients."""
+        """Results with a gradient, and their gradients, which are copies as the inputs are."""
         out, lse, _ = results
-        if self._case.dlse is None:
-            return [out], [self._case.dout]
-        return [out, lse], [self._case.dout, self._case.dlse]
+        case = self._case.to(self._case.device)
+        if case.dlse is None:
+            return [out], [case.dout]
+        return [out, lse], [case.dout, case.dlse]
 
 
 def operator_of(subject: Subject) -> Operator | None:

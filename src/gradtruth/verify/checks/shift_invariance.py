@@ -36,7 +36,7 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
         yield Judged(kind=Kind.RAISED, detail=(f"with one channel constant: {base.error}",))
         return
     for shift in _SHIFTS:
-        moved = _moved(case, shift / case.problem.scale)
+        moved = _shifted(case, shift)
         constant = float(moved.inputs.k[..., -1].flatten()[0]) * case.problem.scale
         found = subject.run(moved)
         expected = dict(base.tensors)
@@ -45,7 +45,7 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
                 expected[name] = expected[name] + constant
         if "dq" in found.tensors and "dq" in expected:
             expected["dq"] = _with_last(expected["dq"], found.tensors["dq"][..., -1])
-        standard = subject.standard.derived(f"shift_invariance {shift}", moved)
+        standard = subject.standard.derived(_key(shift), moved)
         own = Subject(moved, subject.backend, standard)
         what = f"the same logits before {constant:+.4g} was added to all"
         yield from differences(own, found.tensors, expected, what)
@@ -75,4 +75,17 @@ def _with_last(tensor: Tensor, channel: Tensor) -> Tensor:
     return changed
 
 
-SHIFT_INVARIANCE = Check("shift_invariance", _run)
+def _shifted(case: Case, shift: float) -> Case:
+    return _moved(case, shift / case.problem.scale)
+
+
+def _key(shift: float) -> str:
+    return f"shift_invariance {shift}"
+
+
+def _derived(case: Case) -> dict[str, Case]:
+    shifts = _SHIFTS if _not_reached(case) is None else ()
+    return {_key(shift): _shifted(case, shift) for shift in shifts}
+
+
+SHIFT_INVARIANCE = Check("shift_invariance", _run, derived=_derived)

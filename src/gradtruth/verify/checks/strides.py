@@ -32,7 +32,7 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
     sum over tokens and heads.
     """
     case = subject.case
-    dense = variant(case, {name: _tensor(case, name).contiguous() for name in _NAMES})
+    dense = _dense(case)
     refusal = subject.supports(dense)
     expected = None if refusal is not None else subject.run(dense)
     if expected is None or expected.error is not None:
@@ -45,11 +45,18 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
         part = variant(dense, moved)
         if subject.supports(part) is not None:
             continue
-        copies = variant(
-            dense, {n: None if x is None else x.contiguous() for n, x in moved.items()}
-        )
-        own = Subject(copies, subject.backend, subject.standard.derived(f"strides {what}", copies))
+        copies = _copied(dense, moved)
+        own = Subject(copies, subject.backend, subject.standard.derived(_key(what), copies))
         yield from _compared(own, part, own.run(copies), what)
+
+
+def _dense(case: Case) -> Case:
+    return variant(case, {name: _tensor(case, name).contiguous() for name in _NAMES})
+
+
+def _copied(dense: Case, moved: dict[str, Tensor | None]) -> Case:
+    """The same values, contiguous."""
+    return variant(dense, {n: None if x is None else x.contiguous() for n, x in moved.items()})
 
 
 def _moved(dense: Case) -> Iterator[_Moved]:
@@ -101,4 +108,13 @@ def _tensor(case: Case, name: str) -> Tensor:
     return case.dout if name == "dout" else getattr(case.inputs, name)
 
 
-STRIDES = Check("strides", _run)
+def _key(what: str) -> str:
+    return f"strides {what}"
+
+
+def _derived(case: Case) -> dict[str, Case]:
+    dense = _dense(case)
+    return {_key(what): _copied(dense, moved) for what, moved in _expanded(dense)}
+
+
+STRIDES = Check("strides", _run, derived=_derived)

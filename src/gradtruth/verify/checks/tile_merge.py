@@ -34,7 +34,8 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached | NotClaimed]:
         if reasons:
             yield NotReached(f"it takes no tiles: {'; '.join(map(str, reasons))}")
             return
-    found = run_tiled(Sample.of(case), subject.backend, _SEED)
+    # Tiles are views: a backend that writes what it is given writes a copy of the case.
+    found = run_tiled(Sample.of(case.to(case.device)), subject.backend, _SEED)
     names = set(found)
     if case.problem.dtype == "float64" and case.problem.bias_dtype != "float64":
         names.discard(

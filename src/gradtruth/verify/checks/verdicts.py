@@ -10,7 +10,7 @@ from gradtruth.verify.checks.check import Judged, NotReached
 from gradtruth.verify.checks.subject import Subject
 from gradtruth.verify.error_map import error_map
 from gradtruth.verify.findings import ErrorMap, Kind
-from gradtruth.verify.same_bits import as_integers, same_bits
+from gradtruth.verify.same_bits import all_same_bits, as_integers, on_host
 from gradtruth.verify.standard import Scale, measured
 from gradtruth.verify.trial import Trial
 from gradtruth.verify.truth import budget
@@ -44,7 +44,7 @@ def differences(
 ) -> Iterator[Judged]:
     """Tensors that should be equal but for rounding: a finding for each that differs by more than that.
 
-    What lies outside every sequence is not looked at.
+    What lies outside every sequence is not looked at. Equal bits that are no finding in themselves are passed over.
 
     Args:
         subject: its standard says what rounding is.
@@ -54,8 +54,17 @@ def differences(
         slack: budgets more than the two, where a result is put together from rounded parts.
         skip: a sequence that is not looked at.
     """
-    for name in names if names is not None else expected:
-        if name not in found or name not in expected:
+    asked = [
+        name
+        for name in (names if names is not None else expected)
+        if name in found and name in expected
+    ]
+    alike = all_same_bits((found[name], expected[name]) for name in asked)
+    equal = [name for name, same in zip(asked, alike, strict=True) if same]
+    plain = on_host([subject.standard.is_plain(name, found[name]) for name in equal])
+    nothing = {name for name, is_plain in zip(equal, plain, strict=True) if is_plain}
+    for name in asked:
+        if name in nothing:
             continue
         rows = [
             row
@@ -83,8 +92,11 @@ def bits(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str, breaks: str
 ) -> Iterator[Judged]:
     """Tensors that should be equal bit for bit."""
-    for name, tensor in found.items():
-        if name in expected and not same_bits(tensor, expected[name]):
+    asked = [name for name in found if name in expected]
+    alike = all_same_bits((found[name], expected[name]) for name in asked)
+    for name, equal in zip(asked, alike, strict=True):
+        if not equal:
+            tensor = found[name]
             apart = _unequal(tensor, expected[name])
             yield Judged(
                 tensor=name,
@@ -131,7 +143,8 @@ def _judged(subject: Subject, name: str, tensor: Tensor, scale: Scale) -> Judged
 
 
 def _errors(subject: Subject, name: str, found: Tensor, expected: Tensor) -> ErrorMap | None:
-    case = subject.case
+    case = subject.standard.there
+    found, expected = (tensor.to(case.device) for tensor in (found, expected))
     return error_map(case.problem, case.inputs, name, found, expected)
 
 

@@ -1,19 +1,35 @@
-"""Backends examined apart, each in a process of its own: one that breaks the device or hangs ends only its own part."""
+"""Backends examined apart, in processes of their own: one that breaks the device or hangs ends only its own part.
+
+No process ever examines two backends. A backend's programme is cut into a few parts, which are dealt to as many
+processes as suit the machine; what results are held against is computed once, before, in processes that run no such
+backend.
+"""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import multiprocessing
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from gradtruth.verify.findings import PROCESS, Kind, Row, Verdict, row_of_json
+from gradtruth.backends import get
+from gradtruth.verify.checks import named
+from gradtruth.verify.doctor.programme import PROGRAMME
+from gradtruth.verify.doctor.worker import LOST, Part, examine_part, prepare_item
+from gradtruth.verify.findings import PROCESS, SUPPORT, Kind, Row, Verdict, row_of_json
 
-__all__ = ["Apart", "examine_apart"]
+__all__ = ["Apart", "Examined", "examine_apart", "parts_of", "steps_apart"]
+
+_PARTS = 3  # of a backend's programme: enough to deal evenly, few enough that the start of a process does not count
+_LOST_WORDS = "an error on the GPU that no later call of a process survives"
+_AT_ONCE = 4  # processes of checks that make problems of their own: they take up to 12 GiB of a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +41,7 @@ class Apart:
         cases, checks: names.
         jobs: how many processes at once.
         threads: of a process on the CPU; 0 is as many as torch takes.
-        patience: seconds for one backend.
+        patience: seconds for one process.
     """
 
     device: str
@@ -36,42 +52,224 @@ class Apart:
     patience: float = 600.0
 
 
-def examine_apart(backends: Sequence[str], how: Apart) -> Iterator[str | list[Row]]:
-    """Yields a text when a backend is done, and at last all rows, in the order of the backends."""
-    found: dict[str, list[Row]] = {}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(how.jobs) as pool:
-        futures = {
-            pool.submit(_examined, name, Path(folder) / f"{at}.jsonl", how): name
-            # The last ones compile, so they begin first.
-            for at, name in reversed(list(enumerate(backends)))
-        }
-        for future in as_completed(futures):
-            found[futures[future]] = future.result()
-            yield futures[future]
-    yield [row for name in backends for row in found[name]]
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """The result.
+
+    Attributes:
+        rows: in the order of backends, cases and checks.
+        compiling: seconds that it would have been done earlier if nothing had been compiled: by how much the
+            longest row of processes is longer than the longest without their compilation.
+    """
+
+    rows: list[Row]
+    compiling: float
 
 
-def _examined(name: str, target: Path, how: Apart) -> list[Row]:
-    """The rows of one backend, those before its process died included."""
-    command = [sys.executable, "-W", "ignore", "-m", "gradtruth.verify.doctor.worker", str(target)]
-    command += [how.device, str(how.threads), name, ",".join(how.cases), ",".join(how.checks)]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=how.patience,
-            check=False,
+def parts_of(backend: str, how: Apart) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """How a backend's programme is cut: cases and checks of each process.
+
+    Cases stay in order, several to a process, so that one call can spoil a later one as it would in training. Checks
+    that make problems of their own come last, in a process of their own.
+    """
+    asked = named(tuple(how.checks))
+    own = tuple(check.name for check in asked if check.once)
+    others = tuple(check.name for check in asked if not check.once)
+    size = max(1, -(-len(how.cases) // _PARTS))
+    slices = [tuple(how.cases[at : at + size]) for at in range(0, len(how.cases), size)]
+    found = [(cases, others) for cases in slices] if others else []
+    return [*found, (tuple(how.cases), own)] if own else found
+
+
+def examine_apart(backends: Sequence[str], how: Apart) -> Iterator[str | Examined]:
+    """Yields a text when a process is done, and at last the result."""
+    with tempfile.TemporaryDirectory() as folder, _pool(how.jobs) as pool:
+        deal = _Deal(how, Path(folder))
+        shelved = {name: pool.submit(deal.prepare, name) for name in _dearest_first(how.cases)}
+        found: dict[str, list[Future[list[Row]]]] = {name: [] for name in backends}
+        # The last ones compile, so they begin first.
+        for name in reversed(backends):
+            for at, (cases, checks) in enumerate(parts_of(name, how)):
+                part = deal.part(name, f"{backends.index(name)}-{at}", cases, checks)
+                waits = [shelved[case] for case in cases]
+                found[name].append(pool.submit(deal.examine, part, waits))
+        names = {future: name for name, futures in found.items() for future in futures}
+        names |= {future: name for name, future in shelved.items()}
+        try:
+            for future in as_completed(names):
+                future.result()
+                yield names[future]
+        except KeyboardInterrupt:
+            # What is known is told.
+            deal.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
+        rows = [row for name in backends for row in _told(name, found[name])]
+    yield Examined(rows, deal.clock.compiling())
+
+
+def _told(name: str, futures: list[Future[list[Row]]]) -> list[Row]:
+    """The rows of one backend, and that parts of it never began."""
+    done = [future for future in futures if not future.cancelled()]
+    rows = [row for future in done for row in future.result()]
+    if len(done) == len(futures):
+        return rows
+    missing = f"{len(futures) - len(done)} of {len(futures)} parts of the programme did not begin"
+    return [*rows, _end(name, rows, "", (missing, Verdict.NOT_REACHED))]
+
+
+def steps_apart(backends: Sequence[str], how: Apart) -> int:
+    """How many texts ``examine_apart`` yields."""
+    return len(how.cases) + sum(len(parts_of(name, how)) for name in backends)
+
+
+@contextmanager
+def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
+    """A thread for each row of processes; where the work is broken off, what has not begun does not begin."""
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@dataclass(slots=True)
+class _Clock:
+    """What every row of processes, one after the other, took: (all, compiling) seconds by thread."""
+
+    spent: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, seconds: float, compiling: float) -> None:
+        """A process of this thread's row is done."""
+        before = self.spent.get(threading.get_ident(), (0.0, 0.0))
+        self.spent[threading.get_ident()] = before[0] + seconds, before[1] + compiling
+
+    def compiling(self) -> float:
+        """By how much the longest row is longer than the longest without compilation."""
+        longest = max((whole for whole, _ in self.spent.values()), default=0.0)
+        return longest - max((whole - part for whole, part in self.spent.values()), default=0.0)
+
+
+class _Deal:
+    """Runs the processes."""
+
+    def __init__(self, how: Apart, folder: Path) -> None:
+        self.how, self.folder, self.clock = how, folder, _Clock()
+        self._few = threading.Semaphore(_AT_ONCE)
+        self._stopped = threading.Event()
+        self._alive: set[BaseProcess] = set()
+        # Forked from a process that has imported everything and done nothing, so a start costs next to nothing.
+        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else None
+        self._context = multiprocessing.get_context(method)
+        if method is not None:
+            self._context.set_forkserver_preload(["gradtruth.verify.doctor.worker"])
+
+    def part(
+        self, backend: str, name: str, cases: tuple[str, ...], checks: tuple[str, ...]
+    ) -> Part:
+        """One process's part."""
+        return Part(
+            backend=backend,
+            cases=cases,
+            checks=checks,
+            device=self.how.device,
+            threads=self.how.threads,
+            folder=self.folder,
+            target=self.folder / f"{name}.jsonl",
         )
-    except subprocess.TimeoutExpired:
-        # Slow is not wrong: what it was not asked is not reached.
-        ended, verdict = f"it was not done after {how.patience:g} s", Verdict.NOT_REACHED
-    else:
-        ended = "" if done.returncode == 0 else _last_words(done.returncode, done.stderr)
-        verdict = Verdict.ERROR
-    rows, step = _written(target)
-    return [*rows, _end(name, rows, step, (ended, verdict))] if ended else rows
+
+    def prepare(self, name: str) -> None:
+        """Fill the shelf for one item, as far as that goes."""
+        start = time.perf_counter()
+        self._run(prepare_item, (name, tuple(self.how.checks), self.how.device, self.folder))
+        self.clock.add(time.perf_counter() - start, 0.0)
+
+    def examine(self, part: Part, waits: list[Future[None]]) -> list[Row]:
+        """The rows of one part, those before its process died included."""
+        for shelved in waits:  # begun earlier, so one of the other threads is at it
+            shelved.result()
+        once = all(check.once for check in named(part.checks))
+        few: AbstractContextManager[object] = self._few if once else nullcontext()
+        rows: list[Row] = []
+        with few:
+            rest: Part | None = part
+            while rest is not None:
+                found, rest = self._examined(rest, once=once)
+                rows += found
+        if once and len(parts_of(part.backend, self.how)) > 1:
+            # Refusals are told by the other parts.
+            rows = [row for row in rows if row.check != SUPPORT]
+        return rows
+
+    def stop(self) -> None:
+        """End all processes; what they have written counts."""
+        self._stopped.set()
+        for process in tuple(self._alive):
+            process.kill()
+
+    def _examined(self, part: Part, *, once: bool) -> tuple[list[Row], Part | None]:
+        """The rows of one process, and what is left where it died."""
+        start = time.perf_counter()
+        code = self._run(examine_part, (part,))
+        rows, step, compiling = _written(part.target)
+        self.clock.add(time.perf_counter() - start, compiling)
+        if code == 0:
+            return rows, None
+        if code is None or self._stopped.is_set():
+            # Slow is not wrong: what it was not asked is not reached.
+            why = "it was stopped" if code is not None else self._late()
+            return [*rows, _end(part.backend, rows, step, (why, Verdict.NOT_REACHED))], None
+        if code == LOST:
+            # The row before says what raised.
+            ended = (
+                f"{_LOST_WORDS}; what follows on this problem was not asked",
+                Verdict.NOT_REACHED,
+            )
+        else:
+            said = part.target.with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
+            ended = _last_words(code, said), Verdict.ERROR
+        return [*rows, _end(part.backend, rows, step, ended)], _rest(part, step, once=once)
+
+    def _late(self) -> str:
+        return f"it was not done after {self.how.patience:g} s"
+
+    def _run(self, target: Callable[..., None], arguments: tuple) -> int | None:
+        """The exit code of a process; None where it was not done in time."""
+        process = self._context.Process(target=target, args=arguments)
+        process.start()
+        self._alive.add(process)
+        if self._stopped.is_set():
+            process.kill()
+        process.join(self.how.patience)
+        code = process.exitcode
+        process.kill()
+        process.join()
+        self._alive.discard(process)
+        return code
+
+
+def _rest(part: Part, step: str, *, once: bool) -> Part | None:
+    """What of a part comes after the problem (for checks with problems of their own: the check) of a step."""
+    case, _, asked = step.partition(": ")
+    check = asked.rpartition(" ")[2]
+    target = part.target.with_name(f"{part.target.stem}+.jsonl")
+    if once and check in part.checks:
+        checks = part.checks[part.checks.index(check) + 1 :]
+        return replace(part, checks=checks, target=target) if checks else None
+    if not once and case in part.cases:
+        cases = part.cases[part.cases.index(case) + 1 :]
+        return replace(part, cases=cases, target=target) if cases else None
+    return None
+
+
+def _dearest_first(names: Sequence[str]) -> list[str]:
+    """Cases, those with the most scores first."""
+    problems = {item.name: item.recipe.problem for item in PROGRAMME}
+    sizes = {
+        name: problems[name].num_heads * problems[name].seqlen_q * problems[name].seqlen_kv
+        for name in names
+    }
+    return sorted(names, key=lambda name: -sizes[name])
 
 
 def _end(name: str, rows: list[Row], step: str, end: tuple[str, Verdict]) -> Row:
@@ -83,7 +281,7 @@ def _end(name: str, rows: list[Row], step: str, end: tuple[str, Verdict]) -> Row
         case=case,
         case_id=same.case_id if same else "",
         problem=same.problem if same else "",
-        backend=next((row.backend for row in rows if row.backend != "oracle"), name),
+        backend=get(name).name,
         check=PROCESS,
         verdict=verdict,
         kind=Kind.RAISED if verdict is Verdict.ERROR else None,
@@ -91,15 +289,16 @@ def _end(name: str, rows: list[Row], step: str, end: tuple[str, Verdict]) -> Row
     )
 
 
-def _written(target: Path) -> tuple[list[Row], str]:
-    """The rows, and the last step that began."""
+def _written(target: Path) -> tuple[list[Row], str, float]:
+    """The rows, the last step that began, and the seconds of compiling."""
     if not target.exists():
-        return [], ""
+        return [], "", 0.0
     lines = target.read_text(encoding="utf-8").split("\n")[:-1]  # a line that was cut has no end
     found = [json.loads(line) for line in lines]
     steps = [entry for entry in found if isinstance(entry, str)]
-    rows = [row_of_json(entry) for entry in found if not isinstance(entry, str)]
-    return rows, steps[-1] if steps else ""
+    rows = [row_of_json(entry) for entry in found if isinstance(entry, dict)]
+    seconds = [entry for entry in found if isinstance(entry, float)]
+    return rows, steps[-1] if steps else "", seconds[-1] if seconds else 0.0
 
 
 def _last_words(code: int, text: str) -> str:

@@ -7,12 +7,18 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gradtruth.backends import Backend
-from gradtruth.verify.checks import Check
+from gradtruth.verify.cases.case import Case
+from gradtruth.verify.checks import BACKWARD_FROM_ORACLE, Check
 from gradtruth.verify.doctor.programme import Item, case_of
 from gradtruth.verify.engine import Event, verify_case
 from gradtruth.verify.findings import SUPPORT, Row
+from gradtruth.verify.shelf import Shelf
+from gradtruth.verify.standard import Standard
 
-__all__ = ["examine"]
+__all__ = ["examine", "prepare"]
+
+_HOST = torch.device("cpu")
+"""Where results are judged: problems are small, and a GPU is slow at many small steps that the host waits for."""
 
 
 def examine(
@@ -20,6 +26,7 @@ def examine(
     backends: Sequence[Backend],
     checks: Sequence[Check],
     device: torch.device,
+    shelf: Shelf | None = None,
 ) -> Iterator[Event]:
     """Run the programme.
 
@@ -29,7 +36,8 @@ def examine(
         items: of ``PROGRAMME``.
         backends: in the order of the report.
         checks: in the order of the report.
-        device: where everything runs.
+        device: where backends run.
+        shelf: where ``prepare`` has put what results are held against.
 
     Yields:
         A text when a step begins, a row when a verdict is known.
@@ -38,8 +46,7 @@ def examine(
     others = [check for check in checks if not check.once]
     examined: set[str] = set()
     for item in items if others else ():
-        case = case_of(item.recipe, device)
-        for event in verify_case(case, backends, name=item.name, checks=others):
+        for event in _verified(item, backends, others, device, shelf):
             yield event
             if isinstance(event, Row) and event.check != SUPPORT:
                 examined.add(event.backend)
@@ -48,10 +55,43 @@ def examine(
     for item in items if own else ():
         if not waiting:
             return
-        case = case_of(item.recipe, device)
-        for event in verify_case(case, waiting, name=item.name, checks=own):
+        for event in _verified(item, waiting, own, device, shelf):
             refusal = isinstance(event, Row) and event.check == SUPPORT
             if not (refusal and others):  # told above
                 yield event
             if isinstance(event, Row) and not refusal:
                 waiting = [backend for backend in waiting if backend.name != event.backend]
+
+
+def prepare(item: Item, checks: Sequence[Check], device: torch.device, shelf: Shelf) -> None:
+    """Compute what the results of an item are held against, and those of every case that checks make of it.
+
+    Args:
+        item: of ``PROGRAMME``.
+        checks: that will be asked.
+        device: where backends will run.
+        shelf: one that fills.
+    """
+    here = device.type == "cpu"
+    case = case_of(item.recipe, _HOST)
+    standard = _standard(item, case, shelf)
+    standard.prepare(yardstick=here, foreign=BACKWARD_FROM_ORACLE in checks)
+    for check in checks:
+        for key, derived in check.derived(case).items():
+            standard.derived(key, derived).prepare(yardstick=here, foreign=False)
+
+
+def _verified(
+    item: Item,
+    backends: Sequence[Backend],
+    checks: Sequence[Check],
+    device: torch.device,
+    shelf: Shelf | None,
+) -> Iterator[Event]:
+    case = case_of(item.recipe, device)
+    standard = _standard(item, case, shelf)
+    return verify_case(case, backends, name=item.name, checks=checks, standard=standard)
+
+
+def _standard(item: Item, case: Case, shelf: Shelf | None) -> Standard:
+    return Standard(case, where=_HOST, shelf=shelf, name=item.name)

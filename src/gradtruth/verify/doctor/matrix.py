@@ -48,6 +48,9 @@ class Matrix:
         refusals: per backend that refuses everything: why, the commonest reason.
         unfinished: per backend that was stopped before it had been asked everything: where.
         refused: per backend, how many cases it refuses of how many.
+        unreached: checks that said nothing of a backend, backends, and why.
+        unclaimed: per backend the guarantees that it does not make and that were asked for; what rests on them is no
+            fault of it.
         findings: the faults.
     """
 
@@ -57,6 +60,8 @@ class Matrix:
     refusals: dict[str, str]
     unfinished: dict[str, str]
     refused: dict[str, tuple[int, int]]
+    unreached: tuple[tuple[str, tuple[str, ...], str], ...]
+    unclaimed: dict[str, tuple[str, ...]]
     findings: tuple[Finding, ...]
 
 
@@ -71,12 +76,13 @@ def matrix(rows: Sequence[Row]) -> Matrix:
         name: {row.case for row in rows if row.backend == name and row.verdict is Verdict.REFUSES}
         for name in backends
     }
+    cells = tuple(
+        tuple(_cell(verdicts.get((check, name), {})) for name in backends) for check in checks
+    )
     return Matrix(
         checks=checks,
         backends=backends,
-        cells=tuple(
-            tuple(_cell(verdicts.get((check, name), {})) for name in backends) for check in checks
-        ),
+        cells=cells,
         refusals={
             name: _commonest(
                 row.detail for row in rows if row.backend == name and row.case in refused[name]
@@ -90,6 +96,8 @@ def matrix(rows: Sequence[Row]) -> Matrix:
             if row.check == PROCESS and row.verdict is Verdict.NOT_REACHED
         },
         refused={name: (len(refused[name]), len(cases[name])) for name in backends},
+        unreached=_unreached(rows, checks, [b for b in backends if refused[b] != cases[b]]),
+        unclaimed=_unclaimed(rows),
         findings=_findings(rows),
     )
 
@@ -115,6 +123,29 @@ def _cell(cases: dict[str, Verdict]) -> str:
         if counts[verdict]:
             return f"right {reached}" if verdict is Verdict.RIGHT else verdict.value
     return "-"
+
+
+def _unreached(
+    rows: Sequence[Row], checks: Sequence[str], backends: Sequence[str]
+) -> tuple[tuple[str, tuple[str, ...], str], ...]:
+    """What no case reached, backends with the same reason together."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for check in checks:
+        for name in backends if check != PROCESS else ():
+            said = [row for row in rows if (row.check, row.backend) == (check, name)]
+            if all(row.verdict is Verdict.NOT_REACHED for row in said):
+                ended = [row for row in rows if (row.check, row.backend) == (PROCESS, name)]
+                why = _commonest(row.detail for row in said or ended)
+                found.setdefault((check, why or "it was not asked"), []).append(name)
+    return tuple((check, tuple(names), why) for (check, why), names in found.items())
+
+
+def _unclaimed(rows: Iterable[Row]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        if row.verdict is Verdict.NOT_CLAIMED and row.detail:
+            found.setdefault(row.backend, set()).add(row.detail[0].partition(":")[0])
+    return {name: tuple(sorted(claims)) for name, claims in found.items()}
 
 
 def _findings(rows: Iterable[Row]) -> tuple[Finding, ...]:

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from functools import cache
 from importlib.resources import files
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,10 @@ def compile_allocator() -> tuple[str | None, str]:
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="gradtruth-")
+    """Removed when the process ends, a forked one too."""
+    made = tempfile.TemporaryDirectory(prefix="gradtruth-")
+    Finalize(None, made.cleanup, exitpriority=0)
+    return made
 
 
 @cache

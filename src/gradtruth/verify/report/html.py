@@ -18,7 +18,7 @@ from gradtruth.verify.report.cells import (
     share,
     summary,
 )
-from gradtruth.verify.report.matrix import NAMES, finding_line, matrix_lines, refusal_lines
+from gradtruth.verify.report.matrix import NAMES, finding_line, matrix_lines, notes
 
 __all__ = ["html"]
 
@@ -106,7 +106,7 @@ def html(run: Run, found: Matrix | None = None) -> str:
         matrix=None if found is None else matrix_lines(found),
         finding_names=NAMES,
         findings=[] if found is None else [finding_line(finding) for finding in found.findings],
-        refusals=[] if found is None else refusal_lines(found),
+        notes=[] if found is None else notes(found),
         problems=problems,
         run=run,
         height=_HEIGHT,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from gradtruth.verify.doctor.matrix import Matrix
 from gradtruth.verify.findings import Run
 from gradtruth.verify.report.cells import COLUMNS, SUMMARY, cells, conclusion, summary
-from gradtruth.verify.report.matrix import NAMES, finding_line, matrix_lines, refusal_lines
+from gradtruth.verify.report.matrix import NAMES, finding_line, matrix_lines, notes, time_line
 
 __all__ = ["markdown"]
 
@@ -35,15 +35,15 @@ def markdown(run: Run, found: Matrix | None = None) -> str:
 
 def _examination(run: Run, found: Matrix) -> str:
     parts = ["# Attention examined", conclusion(run.rows), _table(*matrix_lines(found))]
-    refusals = refusal_lines(found)
-    if refusals:
-        parts += ["## Not examined, or not to the end", _table(("backend", "why"), refusals)]
+    for title, columns, lines in notes(found):
+        parts += [f"## {title}", _table(columns, lines)]
     parts += ["## Findings"]
     lines = [finding_line(finding) for finding in found.findings]
     parts += [_table(NAMES, lines) if lines else "None."]
     why = [(name, str(facts.get("why", ""))) for name, facts in run.cases.items()]
     parts += ["## Problems", _table(("case", "why"), why), "## Machine"]
     parts += [_table(("fact", "value"), [(name, str(value)) for name, value in run.facts.items()])]
+    parts += [time_line(run)] if time_line(run) else []
     return "\n\n".join(parts) + "\n"
 
 

@@ -10,7 +10,7 @@ from gradtruth.verify.findings import PROCESS, SUPPORT, Run
 from gradtruth.verify.report.cells import conclusion, one_line
 from gradtruth.verify.report.console import print_table
 
-__all__ = ["NAMES", "finding_line", "matrix_lines", "print_matrix", "refusal_lines"]
+__all__ = ["NAMES", "finding_line", "matrix_lines", "notes", "print_matrix", "time_line"]
 
 NAMES = ("backend", "check", "tensor", "kind", "cases", "what", "advice")
 _SHOWN_CASES = 3
@@ -20,10 +20,9 @@ def print_matrix(found: Matrix, run: Run, stream: TextIO, *, saved: Path | None 
     """Print the matrix, the backends that refuse everything, the findings and how to look at one."""
     names, lines = matrix_lines(found)
     print_table(names, lines, stream)
-    refusals = refusal_lines(found)
-    if refusals:
-        stream.write("\nnot examined, or not to the end:\n")
-        print_table(("backend", "why"), refusals, stream)
+    for title, columns, rows in notes(found):
+        stream.write(f"\n{title[0].lower()}{title[1:]}:\n")
+        print_table(columns, rows, stream)
     stream.write(f"\n{len(found.findings)} findings\n")
     if found.findings:
         print_table(NAMES, [finding_line(finding) for finding in found.findings], stream)
@@ -37,9 +36,11 @@ def print_matrix(found: Matrix, run: Run, stream: TextIO, *, saved: Path | None 
         )
     versions = ", ".join(f"{name} {value}" for name, value in run.facts.items() if name in _FACTS)
     stream.write(f"\n{conclusion(run.rows)}\n{versions}\n")
+    if time_line(run):
+        stream.write(f"{time_line(run)}\n")
 
 
-_FACTS = ("device", "gpu", "torch", "cuda", "cudnn", "triton", "gradtruth", "seconds")
+_FACTS = ("device", "gpu", "torch", "cuda", "cudnn", "triton", "gradtruth")
 
 
 def matrix_lines(found: Matrix) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -54,9 +55,39 @@ def matrix_lines(found: Matrix) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
     return names, [*lines, refused]
 
 
-def refusal_lines(found: Matrix) -> list[tuple[str, str]]:
-    """Backends that refuse every problem, with the commonest reason, and those that were stopped, with where."""
-    return [(name, one_line(text)) for name, text in (found.refusals | found.unfinished).items()]
+def notes(found: Matrix) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """What the cells leave out, as tables with a title and names of columns; none is empty.
+
+    Backends that refuse every problem, with the commonest reason, and those that were stopped, with where; checks that
+    said nothing, with why; guarantees that are not claimed.
+    """
+    stopped = (found.refusals | found.unfinished).items()
+    tables: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = [
+        (
+            "Not examined, or not to the end",
+            ("backend", "why"),
+            [(name, one_line(text)) for name, text in stopped],
+        ),
+        (
+            "Not reached",
+            ("check", "backends", "why"),
+            [(check, ", ".join(names), one_line(why)) for check, names, why in found.unreached],
+        ),
+        (
+            "Guarantees that are not claimed",
+            ("backend", "guarantees"),
+            [(name, ", ".join(claims)) for name, claims in found.unclaimed.items()],
+        ),
+    ]
+    return [table for table in tables if table[2]]
+
+
+def time_line(run: Run) -> str:
+    """How long it took; empty where nobody looked."""
+    if "seconds" not in run.facts:
+        return ""
+    compiling = run.facts.get("seconds_compiling", 0)
+    return f"{run.facts['seconds']} s, of which compiling {compiling} s"
 
 
 def finding_line(finding: Finding) -> tuple[str, ...]:

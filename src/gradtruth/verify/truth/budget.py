@@ -21,7 +21,17 @@ from gradtruth.errors import InvalidProblem
 from gradtruth.verify.truth.rounding import Magnitude, rounding_of
 from gradtruth.verify.truth.scoring import Place, places
 
-__all__ = ["Norms", "Row", "Share", "Summary", "compare", "eps_of", "summarise"]
+__all__ = [
+    "MINUS_INF",
+    "Norms",
+    "Row",
+    "Share",
+    "Summary",
+    "compare",
+    "eps_of",
+    "judge",
+    "summarise",
+]
 
 _FACTOR = 2.0  # of the yardstick's error
 _C_ELEMENT = 1.0  # of bound
@@ -34,18 +44,20 @@ _C_ALIGNED = 0.5
 _C_SCATTER = 3.0  # of the yardstick's projections row by row, in quadrature
 _C_COMMON = 0.5  # of eps: rows with equal values round alike
 _C_SUMS = 8.0  # of the sums' eps: and so do their sums, which tensor cores truncate
+_C_CUT = 16.0  # the same where sums are all that rounds, and are made of three products
 _LIMIT = 4.0  # of eps * spread: for more than this no yardstick counts
+_HUGE = 2.0**250  # of what is over this no squares are taken: each such element is judged alone
 _WELL_ABOVE = 8.0  # cosine and norm ratio mean something over this many eps * spread
 
 _QUERY_SIDE = ("out", "dq")
 _KEY_SIDE = ("dk", "dv")
-_MINUS_INF = ("lse", "max_logit")  # where -inf is a value like 0 in the others, and fp32 at least
+MINUS_INF = ("lse", "max_logit")  # where -inf is a value like 0 in the others, and fp32 at least
 
 
 def eps_of(problem: Problem, name: str) -> float:
     """The eps in which the magnitudes of a tensor are counted; twice that for fp64, as the oracle rounds too."""
     rounding = rounding_of(problem)
-    eps = rounding.unit * (rounding.ratio if name in _MINUS_INF else 1.0)
+    eps = rounding.unit * (rounding.ratio if name in MINUS_INF else 1.0)
     return 2.0 * eps if problem.dtype == "float64" else eps
 
 
@@ -224,7 +236,7 @@ class _Part:
         sequence: which.
         error, drift: of what was measured and of the yardstick; Inf for NaN in ``error``.
         oracle: its values.
-        bound, floor: eps * bound and eps * spread.
+        bound, floor: eps * bound, and eps * spread with what sums are cut off by.
         broken: per head, what no budget covers.
     """
 
@@ -271,16 +283,39 @@ def compare(
         )
     tensors = [t.to(device, torch.float64) for t in tensors]
     where = places(problem, inputs)
-    eps = eps_of(problem, name)
-    rounding = rounding_of(problem)
-    sums = _C_SUMS * rounding.unit * rounding.ratio
-    exact = -math.inf if name in _MINUS_INF else 0.0
     rows = []
     for sequence, parts in _split(problem, name, tensors, where):
         if parts[0].numel():
             independent = _independent(problem, name, where, sequence, parts[0].shape[1])
-            rows += _judge(name, _clean(sequence, parts, eps, exact), (eps, sums), independent)
-    return rows + _outside(problem, name, tensors[0], where, exact)
+            rows += judge(problem, name, parts, sequence, independent)
+    return rows + _outside(problem, name, tensors[0], where, _exact(name))
+
+
+def judge(
+    problem: Problem, name: str, parts: list[Tensor], sequence: int | None, independent: int
+) -> list[Row]:
+    """Judge some rows of one tensor in one sequence.
+
+    Args:
+        problem: what was computed.
+        name: as for ``compare``.
+        parts: fp64 [heads, rows, dims] each: measured, oracle, yardstick, bound, spread.
+        sequence: for the answer.
+        independent: how many of the rows at most have errors of their own.
+
+    Returns:
+        One row per head.
+    """
+    rounding, eps = rounding_of(problem), eps_of(problem, name)
+    sums = (_C_CUT if rounding.cut else _C_SUMS) * rounding.unit * rounding.ratio
+    known = _exact(name), _limit(problem, name)
+    part = _clean(sequence, parts, (eps, rounding.cut), known)
+    return _judge(name, part, (eps, sums), independent)
+
+
+def _exact(name: str) -> float:
+    """What a place holds to which nothing contributes."""
+    return -math.inf if name in MINUS_INF else 0.0
 
 
 def _split(
@@ -315,12 +350,37 @@ def _independent(
     return rows
 
 
-def _clean(sequence: int | None, parts: list[Tensor], eps: float, exact: float) -> _Part:
-    """Take what no budget covers out of the numbers."""
+def _limit(problem: Problem, name: str) -> float:
+    """The largest number of a result's dtype: for more, infinity is right. No limit where that is a fault."""
+    if name not in MINUS_INF:
+        return math.inf
+    dtype = problem.accumulate_dtype if name == "lse" else torch.float32
+    return torch.finfo(dtype).max
+
+
+def _clean(
+    sequence: int | None,
+    parts: list[Tensor],
+    scales: tuple[float, float],
+    known: tuple[float, float],
+) -> _Part:
+    """Take what no budget covers out of the numbers.
+
+    Args:
+        sequence: which.
+        parts: got, oracle, yardstick, bound, spread.
+        scales: eps of the last two, and ``Rounding.cut``.
+        known: what is exact where nothing contributes, and see ``_limit``.
+    """
+    (eps, cut), (exact, limit) = scales, known
     got, oracle, yardstick, bound, spread = (x.contiguous() for x in parts)
     nothing = bound == 0 if exact == 0.0 else oracle == exact
     error, drift = got - oracle, yardstick - oracle
     broken = [""] * got.shape[0]
+    over = (oracle.abs() > limit) & ~nothing
+    if bool(over.any()):
+        infinite = got == torch.copysign(torch.full_like(oracle, math.inf), oracle)
+        error = torch.where(over & infinite, 0.0, error)
     if bool(nothing.any()):
         oracle = oracle.masked_fill(nothing, 0.0)
         error = torch.where(nothing & (got == exact), 0.0, error)
@@ -332,7 +392,8 @@ def _clean(sequence: int | None, parts: list[Tensor], eps: float, exact: float) 
     if bool((lost | stray).any()):
         broken = _reasons(lost & ~stray, stray, exact)
         error = error.nan_to_num(math.inf, math.inf, math.inf)
-    return _Part(sequence, error, drift, oracle, eps * bound, eps * spread, broken)
+    floor = torch.hypot(spread, cut * bound) if cut else spread
+    return _Part(sequence, error, drift, oracle, eps * bound, eps * floor, broken)
 
 
 def _reasons(lost: Tensor, stray: Tensor, exact: float) -> list[str]:
@@ -348,7 +409,7 @@ def _reasons(lost: Tensor, stray: Tensor, exact: float) -> list[str]:
 def _judge(name: str, part: _Part, scales: tuple[float, float], independent: int) -> list[Row]:
     """The rows of one sequence, one per head."""
     eps, sums = scales
-    error, drift, oracle, floor = part.error, part.drift, part.oracle, part.floor
+    error, drift, oracle, floor = _squarable(part)
     products = {
         "ee": (error, error),
         "yy": (drift, drift),
@@ -388,6 +449,18 @@ def _judge(name: str, part: _Part, scales: tuple[float, float], independent: int
         row = Row(tensor=name, sequence=sequence, head=head, norms=norms, broken=reason, **tests)
         rows.append(row)
     return rows
+
+
+def _squarable(part: _Part) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """error, drift, oracle and floor, 0 where one of them is huge and a number."""
+    found = (part.error, part.drift, part.oracle, part.floor)
+    if all(float(x.nan_to_num(0.0, 0.0, 0.0).abs().max()) <= _HUGE for x in found):
+        return found
+    huge = torch.zeros_like(part.error, dtype=torch.bool)
+    for x in found:
+        huge |= (x.abs() > _HUGE) & x.isfinite()
+    error, drift, oracle, floor = (x.masked_fill(huge, 0.0) for x in found)
+    return error, drift, oracle, floor
 
 
 def _element(part: _Part) -> Tensor:

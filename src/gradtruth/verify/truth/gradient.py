@@ -101,7 +101,12 @@ class SequenceGradients:
             dp, dp_bound = dp * weights.keep, dp_bound * weights.keep
         products = dp, dp_bound
         gradient = WeightGradient.of(weights, block.rows, products, dout, block.out, dlse, rounding)
-        dx = weights.p * (dp - gradient.delta.unsqueeze(-1))
+        self.add_gradient(block, gradient, dout)
+
+    def add_gradient(self, block: Block, gradient: WeightGradient, dout: Tensor) -> None:
+        """Add one block whose dP and delta are known; its weights may be those of some keys only."""
+        weights, rounding, v = gradient.weights, self.rounding, self.sequence.v
+        dx = weights.p * (gradient.dp - gradient.delta.unsqueeze(-1))
         each = block.scores.visible.sum(1).expand(dout.shape[0], -1)
         each = each.unflatten(0, (v.shape[0], -1)).sum(1).unsqueeze(-1)
         self.dk.add_count((), each)
@@ -124,7 +129,7 @@ class SequenceGradients:
 
     def store(self) -> None:
         """Put dk and dv, which are complete after the last block, into their tensors."""
-        at = self.sequence.row, self.sequence.place.keys
+        at = self.sequence.row, self.sequence.stored_kv
         for name, total in (("dk", self.dk), ("dv", self.dv)):
             if name in self.sums:
                 total.add_summing(self.rounding)
@@ -141,7 +146,7 @@ class SequenceGradients:
         square = scale**2 * (group_matmul(part.square, k.square()) + pull)
         square += summing(dq, block.weights.count.unsqueeze(-1), self.rounding)
         square += dq.square() * (self.rounding.ratio**2 * rows.lse_square).unsqueeze(-1)
-        first = self.sequence.place.start_q + block.first
+        first = self.sequence.stored_q.start + block.first
         at = self.sequence.row, slice(first, first + dq.shape[1])
         self.sums["dq"].add(at, *(x.transpose(0, 1) for x in (dq, bound, square)))
 

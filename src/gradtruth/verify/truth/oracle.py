@@ -257,7 +257,9 @@ class _Walk:
         columns = (x.transpose(0, 1) for x in (block.out, rows.out_bound, rows.out_square))
         self.out.add((row, at), *columns)
         self.lse.value[row, :, at] = block.lse
-        self.lse.bound[row, :, at] = rows.lse_bound
+        # A bound of what follows from lse stops at HOPELESS, and lse rounds like any number.
+        itself = torch.where(block.lse.isinf(), 0.0, block.lse.abs())
+        self.lse.bound[row, :, at] = torch.maximum(rows.lse_bound, itself)
         self.lse.square[row, :, at] = rows.lse_square
         x = block.scores.x
         if self.problem.spec.max_logit and x.shape[-1]:

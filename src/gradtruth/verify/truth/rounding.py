@@ -14,6 +14,7 @@ from torch import Tensor
 from gradtruth.core.problem import Problem
 
 __all__ = [
+    "HOPELESS",
     "Magnitude",
     "Rounding",
     "RowErrors",
@@ -27,10 +28,17 @@ __all__ = [
     "summing",
 ]
 
+HOPELESS = 2.0**160
+"""In eps: a score that errs by more says nothing about its weight, and the eighth power of this is a number.
+
+Over what scores in fp32 can hold. A bias of an fp64 problem that stands for "hidden" (finfo.min) is far over it."""
+
 _TF32_EPS = 2.0**-10
 # A partial sum is half of the sum on average, in the mean square a third; a softmax sums in lanes.
 _SUM_SHARE = 1 / 3
 _SOFTMAX_SHARE = 1 / 16
+# fp32 products made of three TF32 products: their sums are 4 to 6 eps too small, all of them.
+_CUT = 1 / 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +63,14 @@ class Rounding:
         ratio: eps of scores, softmax and sums divided by ``unit``.
         least: the largest absolute error of an operand or result that underflows, in units of ``unit``.
         least_ds: the same for dS, which may be multiplied by the scale before it is rounded.
+        cut: by how much of their bound all values may err to one side: tensor cores cut sums off.
     """
 
     unit: float
     ratio: float
     least: float
     least_ds: float
+    cut: float
 
 
 def rounding_of(problem: Problem) -> Rounding:
@@ -74,7 +84,9 @@ def rounding_of(problem: Problem) -> Rounding:
     if problem.dtype == "float32" and problem.spec.allow_tf32:
         unit, ratio = _TF32_EPS, 1.0
     shrunk = min(1.0, abs(problem.scale) or 1.0)
-    return Rounding(unit, ratio, least / unit, least / unit / shrunk)
+    # Elsewhere operands round by far more, or (fp64) sums round to nearest.
+    cut = _CUT if problem.dtype == "float32" and not problem.spec.allow_tf32 else 0.0
+    return Rounding(unit, ratio, least / unit, least / unit / shrunk, cut)
 
 
 def group_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -120,11 +132,13 @@ def score_errors(
         cap: the softcap.
         tanh: [H, b, T], of score / cap.
     """
+    products, chain = products.clamp(max=HOPELESS), chain.clamp(max=HOPELESS)
     if cap is None or tanh is None:
-        return ScoreErrors(products + chain, None)
+        return ScoreErrors((products + chain).clamp(max=HOPELESS), None)
     slope, size = 1 - tanh * tanh, tanh.abs()
     score = products * slope + cap * size + chain
-    return ScoreErrors(score, 2 * slope * size * products / cap + 2)
+    steep = 2 * slope * size * products / cap + 2
+    return ScoreErrors(score.clamp(max=HOPELESS), steep.clamp(max=HOPELESS))
 
 
 @dataclass(slots=True)
@@ -155,7 +169,8 @@ class RowErrors:
     """Errors of out and lse of one block, which all weights of a row share. Squares are squared spreads.
 
     Attributes:
-        lse_bound, lse_square: [H, b], in units of the accumulate eps; 0 for a given lse.
+        lse_bound, lse_square: [H, b], in units of the accumulate eps; 0 for a given lse. Of what follows from lse:
+            not over ``HOPELESS`` and its square by much, also where lse itself is.
         out_bound, out_square: [H, b, Dv], in units of eps; 0 for a given out.
         given: out and lse were given and have no error.
     """
@@ -176,7 +191,7 @@ class RowErrors:
     def of(weights: Weights, v: Tensor, out: Tensor, lse: Tensor, rounding: Rounding) -> RowErrors:
         """Errors of out [H, b, Dv] and lse [H, b] that were computed from weights and v [G, T, Dv]."""
         rho, score, count = rounding.ratio, weights.errors.score, weights.count
-        size = torch.where(lse == -torch.inf, 0.0, lse.abs() + 1)
+        size = torch.where(lse == -torch.inf, 0.0, lse.abs() + 1).clamp(max=HOPELESS)
         shift = weights.p * score
         # Errors of scores in a row may be common: rounding scale * q moves all of them alike.
         common = shift.sum(-1)

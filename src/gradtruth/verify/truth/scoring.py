@@ -98,21 +98,42 @@ class Scores:
 
 
 class Sequence:
-    """Everything that one sequence reads.
+    """Everything that one sequence reads, or that some of its queries and keys read.
+
+    Args:
+        problem, inputs: of the whole batch.
+        n, place: its number in the batch, where it lies.
+        device: where to compute.
+        queries, keys: int64, the i and j of those that count, in any order; None is all. S and T are their numbers.
 
     Attributes:
-        n, row, place: its number in the batch, its storage row, where it lies in that row.
+        row: its storage row.
+        i, j: int64 [S] and [T], which queries and keys.
         q, k, v: fp64 [H, S, D], [G, T, D], [G, T, Dv], 0 at hidden places whatever is stored there.
         shown_q, shown_kv: bool [S] and [T], places that are not hidden; None when all are shown.
+        stored_q, stored_kv: where its results lie in their storage row; from 0 on for chosen queries or keys.
     """
 
     def __init__(
-        self, problem: Problem, inputs: Inputs, n: int, place: Place, device: torch.device
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        n: int,
+        place: Place,
+        device: torch.device,
+        *,
+        queries: Tensor | None = None,
+        keys: Tensor | None = None,
     ) -> None:
         self.problem, self.n, self.place, self.device = problem, n, place, device
         self.row = 0 if problem.layout == "thd" else n
-        self.shown_q = self._shown(inputs.padding_mask_q, place.queries)
-        self.shown_kv = self._shown(inputs.padding_mask_kv, place.keys)
+        self._queries, self._keys = queries, keys
+        self.i = torch.arange(place.length_q, device=device) if queries is None else queries
+        self.j = torch.arange(place.length_kv, device=device) if keys is None else keys
+        self.stored_q = place.queries if queries is None else slice(0, len(queries))
+        self.stored_kv = place.keys if keys is None else slice(0, len(keys))
+        self.shown_q = self._shown(inputs.padding_mask_q, place.queries, queries)
+        self.shown_kv = self._shown(inputs.padding_mask_kv, place.keys, keys)
         q, k, v = (canonical(x, problem.layout) for x in (inputs.q, inputs.k, inputs.v))
         self.q, self.k, self.v = self.take_q(q), self._take_kv(k), self._take_kv(v)
         self.bias, self.mask = self._own(inputs.bias), self._own(inputs.attention_mask)
@@ -124,29 +145,35 @@ class Sequence:
 
     def take_q(self, tensor: Tensor) -> Tensor:
         """The part [H, S, X] of a canonical [B', S', H, X] tensor, fp64, 0 at hidden places."""
-        return self._taken(tensor[self.row, self.place.queries], self.shown_q)
+        part = tensor[self.row, self.place.queries]
+        return self._taken(part if self._queries is None else part[self.i], self.shown_q)
 
     def take_row(self, tensor: Tensor, hidden: float) -> Tensor:
         """The part [H, S] of a canonical [B', H, S'] tensor, fp64, ``hidden`` at hidden places."""
         part = tensor[self.row, :, self.place.queries].to(self.device, torch.float64)
+        part = part if self._queries is None else part[:, self.i]
         return part if self.shown_q is None else part.masked_fill(~self.shown_q, hidden)
 
-    def part_slices(self, tensor: Tensor, first: int, count: int) -> tuple[slice, slice]:
+    def part_slices(self, tensor: Tensor, first: int, count: int) -> tuple:
         """Rows and columns of a [.., 1|s, 1|t] bias or mask that queries [first, first + count) read."""
         place, everything = self.place, slice(None)
-        rows = slice(place.index_q + first, place.index_q + first + count)
-        columns = slice(place.index_kv, place.index_kv + place.length_kv)
-        return (
-            rows if tensor.shape[-2] > 1 else everything,
-            columns if tensor.shape[-1] > 1 else everything,
-        )
+        rows: slice | Tensor = slice(place.index_q + first, place.index_q + first + count)
+        columns: slice | Tensor = slice(place.index_kv, place.index_kv + place.length_kv)
+        if self._queries is not None:
+            rows = place.index_q + self.i[first : first + count]
+        if self._keys is not None:
+            columns = place.index_kv + self.j
+        rows = rows if tensor.shape[-2] > 1 else everything
+        columns = columns if tensor.shape[-1] > 1 else everything
+        if isinstance(rows, Tensor) and isinstance(columns, Tensor):
+            rows = rows.unsqueeze(1)
+        return rows, columns
 
     def scores(self, first: int, count: int) -> Scores:
         """Final scores of queries [first, first + count) and what their rounding may cost."""
         problem, spec = self.problem, self.problem.spec
-        i = torch.arange(first, first + count, device=self.device).unsqueeze(1)
-        j = torch.arange(self.place.length_kv, device=self.device).unsqueeze(0)
-        visible = self._visible(i, j)
+        i, j = self.i[first : first + count].unsqueeze(1), self.j.unsqueeze(0)
+        visible = self._visible(first, i, j)
         bias = None
         if self.bias is not None:
             bias = self.bias[(slice(None), *self.part_slices(self.bias, first, count))]
@@ -176,14 +203,14 @@ class Sequence:
         errors = score_errors(size, chain, spec.softcap, tanh)
         return Scores(x, visible, slope, self._keep(first, count), errors)
 
-    def _visible(self, i: Tensor, j: Tensor) -> Tensor:
-        """bool [1|H, b, T] for i [b, 1] and j [1, T], from all that hides but the bias."""
+    def _visible(self, first: int, i: Tensor, j: Tensor) -> Tensor:
+        """bool [1|H, b, T] for i [b, 1] from the first on and j [1, T], from all that hides but the bias."""
         spec, place = self.problem.spec, self.place
         visible = (i >= 0) & (j >= 0)
         if self.shown_q is not None:
-            visible &= self.shown_q[i]
+            visible &= self.shown_q[first : first + i.shape[0]].unsqueeze(1)
         if self.shown_kv is not None:
-            visible &= self.shown_kv[j]
+            visible &= self.shown_kv.unsqueeze(0)
         ahead = j - i - place.diagonal
         if spec.left is not None:
             visible &= ahead >= -spec.left
@@ -191,40 +218,50 @@ class Sequence:
             visible &= ahead <= spec.right
         visible = visible.unsqueeze(0)
         if self.mask is not None:
-            slices = self.part_slices(self.mask, int(i[0, 0]), i.shape[0])
+            slices = self.part_slices(self.mask, first, i.shape[0])
             visible = visible & ~self.mask[(slice(None), *slices)].to(self.device)
         return visible
 
     def _keep(self, first: int, count: int) -> Tensor | None:
-        """[H, b, T]: 0 or 1 / (1 - p). One Philox call per four keys, cut at the tile's first key."""
+        """[H, b, T]: 0 or 1 / (1 - p). One Philox call per four keys where all of them are there."""
         p, place, heads = self.problem.spec.dropout_p, self.place, self.problem.num_heads
         if p == 0.0:
             return None
-        if p == 1.0 or place.length_kv == 0:
-            shape = (heads, count, place.length_kv)
+        shape = (heads, count, len(self.j))
+        if p == 1.0 or not len(self.j):
             return torch.zeros(shape, dtype=torch.float64, device=self.device)
-        j0, i0 = place.origin_kv, place.origin_q + first
+        j0 = place.origin_kv
+        quads = torch.arange(j0 // 4, (j0 + place.length_kv - 1) // 4 + 1, device=self.device)
+        if self._keys is not None:
+            quads = (j0 + self.j) // 4
         words = philox(
             (
-                torch.arange(j0 // 4, (j0 + place.length_kv - 1) // 4 + 1, device=self.device),
-                torch.arange(i0, i0 + count, device=self.device).view(-1, 1),
+                quads,
+                (place.origin_q + self.i[first : first + count]).view(-1, 1),
                 torch.arange(place.head, place.head + heads, device=self.device).view(-1, 1, 1),
                 torch.tensor(place.sequence, device=self.device),
             ),
             self.seed.to(self.device),
         )
-        drawn = torch.stack(words, -1).flatten(-2)[..., j0 % 4 :][..., : place.length_kv]
+        drawn = torch.stack(words, -1)
+        if self._keys is not None:
+            word = ((j0 + self.j) % 4).view(-1, 1).expand(*drawn.shape[:-1], 1)
+            drawn = drawn.gather(-1, word).squeeze(-1)
+        else:
+            drawn = drawn.flatten(-2)[..., j0 % 4 :][..., : place.length_kv]
         return (drawn >= threshold(p)).double() / (1.0 - p)
 
-    def _shown(self, mask: Tensor | None, part: slice) -> Tensor | None:
+    def _shown(self, mask: Tensor | None, part: slice, chosen: Tensor | None) -> Tensor | None:
         used = self.problem.spec.lengths in ("padding_mask", "extents")
         if mask is None or not used or self.problem.layout == "thd":
             return None
         shown = ~mask[self.n, part].to(self.device)
+        shown = shown if chosen is None else shown[chosen]
         return None if bool(shown.all()) else shown
 
     def _take_kv(self, tensor: Tensor) -> Tensor:
-        return self._taken(tensor[self.row, self.place.keys], self.shown_kv)
+        part = tensor[self.row, self.place.keys]
+        return self._taken(part if self._keys is None else part[self.j], self.shown_kv)
 
     def _taken(self, part: Tensor, shown: Tensor | None) -> Tensor:
         """[X, H, D] as fp64 [H, X, D]."""

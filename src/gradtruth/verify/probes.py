@@ -1,0 +1,483 @@
+"""Exact probes: a few query rows and key columns of one (sequence, KV head), computed in fp64 and compared.
+
+A query row (out, lse, dq) costs O(T D). A key column (dk, dv) costs O(S D) where out and lse of the whole are known;
+without an lse the rows that it is summed over must be computed too, O(S T D) for this one head. So both can be had
+during training, where the whole oracle cannot.
+
+The verdict is that of ``truth.budget`` on these rows: the oracle's own bound and spread with the same four tests,
+without a yardstick, and with ``_TOLERANCE`` times the rounding that they predict instead. ``docs/watch.md`` has the
+calibration: how much of this healthy attention uses, and the smallest factor that is found.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gradtruth.core.layout import canonical, canonical_lse
+from gradtruth.core.problem import Problem
+from gradtruth.core.tensors import Inputs
+from gradtruth.core.tile import tile
+from gradtruth.errors import InvalidProblem
+from gradtruth.verify.cases.case import Case
+from gradtruth.verify.suite.inputs import Sample
+from gradtruth.verify.truth import scoring
+from gradtruth.verify.truth.budget import Row, judge
+from gradtruth.verify.truth.gradient import Block, SequenceGradients, Sum
+from gradtruth.verify.truth.rounding import (
+    Magnitude,
+    Rounding,
+    RowErrors,
+    WeightGradient,
+    Weights,
+    group_matmul,
+    rounding_of,
+)
+from gradtruth.verify.truth.scoring import Place, Scores, places
+
+__all__ = ["Found", "Spot", "probe", "probe_spot", "spots", "whole"]
+
+_TOLERANCE = 2.0
+_TOLERANCE_FINE = (
+    3.0  # where sums round as coarsely as results, so that rows err less independently
+)
+_LARGEST = 65504.0  # of fp16
+_BLOCK = 1 << 18  # elements of one [R, block, T] tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where to look.
+
+    Attributes:
+        sequence, group: the sequence and the KV head.
+        rows: indices i of queries within the sequence, for out, lse and dq.
+        columns: indices j of keys within the sequence, for dk and dv.
+    """
+
+    sequence: int
+    group: int
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What an attention returned, in its problem's layout; None where it is not known.
+
+    Attributes:
+        out, lse: of the forward.
+        dq, dk, dv: of the backward.
+        coarse: it keeps scores and sums in the dtype of its inputs, which the contract does not allow and eager
+            attention does.
+    """
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    coarse: bool = False
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor], *, coarse: bool = False) -> Found:
+        """From tensors by name; other names are passed over."""
+        known = ("out", "lse", "dq", "dk", "dv")
+        return Found(**{n: x for n, x in tensors.items() if n in known}, coarse=coarse)
+
+
+def probe(
+    case: Case | Sample,
+    tensors: Mapping[str, Tensor],
+    *,
+    rows: int = 8,
+    columns: int = 8,
+    heads: int | None = None,
+    seed: int = 0,
+) -> tuple[Row, ...]:
+    """Probe one forward and backward.
+
+    Args:
+        case: what was computed, with dout and dlse.
+        tensors: out, lse, dq, dk, dv by name, as far as there are any, in the problem's layout.
+        rows, columns: how many queries and keys per (sequence, KV head).
+        heads: how many (sequence, KV head), drawn at random; None is all.
+        seed: of the drawing; the global generators are left alone.
+
+    Returns:
+        One row per tensor and head that was looked at. Wrong are those with ``passed`` False.
+
+    Raises:
+        InvalidProblem: rows, columns or heads is negative.
+    """
+    problem, inputs = case.problem, case.inputs
+    where = places(problem, inputs)
+    drawn = spots(problem, where, rows=rows, columns=columns, heads=heads, seed=seed)
+    found = Found.of(tensors)
+    return tuple(
+        row
+        for spot in drawn
+        for row in probe_spot(problem, inputs, found, (case.dout, case.dlse), spot)
+    )
+
+
+def spots(
+    problem: Problem,
+    where: Sequence[Place],
+    *,
+    rows: int,
+    columns: int,
+    heads: int | None = None,
+    seed: int | str = 0,
+) -> list[Spot]:
+    """Places drawn at random, one row of each of ``rows`` equal stretches of a sequence; columns likewise.
+
+    Args:
+        problem: what was computed.
+        where: of its sequences, from ``truth.scoring.places``.
+        rows, columns: how many per (sequence, KV head).
+        heads: how many (sequence, KV head) of those with a query or a key; None is all.
+        seed: of the drawing.
+
+    Raises:
+        InvalidProblem: a number is negative.
+    """
+    for name, value in (("rows", rows), ("columns", columns), ("heads", heads)):
+        if value is not None and value < 0:
+            raise InvalidProblem(f"{name} is {value}, expected 0 or more")
+    drawing = random.Random(seed)
+    pairs = [
+        (n, g)
+        for n, place in enumerate(where)
+        if place.length_q or place.length_kv
+        for g in range(problem.num_gqa_groups)
+    ]
+    if heads is not None and heads < len(pairs):
+        pairs = sorted(drawing.sample(pairs, heads))
+    return [
+        Spot(n, g, _drawn(drawing, where[n].length_q, rows), _drawn(drawing, where[n].length_kv, columns))
+        for n, g in pairs
+    ]  # fmt: skip
+
+
+def whole(where: Sequence[Place], sequence: int, group: int) -> Spot:
+    """All rows and columns of one (sequence, KV head)."""
+    place = where[sequence]
+    return Spot(sequence, group, tuple(range(place.length_q)), tuple(range(place.length_kv)))
+
+
+def _drawn(drawing: random.Random, length: int, count: int) -> tuple[int, ...]:
+    count = min(count, length)
+    return tuple(
+        drawing.randrange(n * length // count, (n + 1) * length // count) for n in range(count)
+    )
+
+
+def probe_spot(
+    problem: Problem,
+    inputs: Inputs,
+    found: Found,
+    upstream: tuple[Tensor | None, Tensor | None],
+    spot: Spot,
+) -> list[Row]:
+    """Compare the rows and columns of one spot.
+
+    Args:
+        problem, inputs: the call's; with dropout its mask must be the library's own.
+        found: what it computed.
+        upstream: dout and dlse; with neither, only the forward is looked at.
+        spot: where.
+
+    Returns:
+        One row per (tensor, query head of the KV head), of dk and dv one; heads are numbered as in the problem.
+    """
+    with torch.no_grad():
+        part = _Part(problem, inputs, found, upstream, spot)
+        return [*part.rows(), *part.columns()]
+
+
+class _Part:
+    """One (sequence, KV head) of a call."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        found: Found,
+        upstream: tuple[Tensor | None, Tensor | None],
+        spot: Spot,
+    ) -> None:
+        n, g = spot.sequence, spot.group
+        self.layout, self.spot, self.found = problem.layout, spot, found
+        self.heads = slice(g * problem.group_size, (g + 1) * problem.group_size)
+        self.problem, self.inputs = tile(problem, inputs, sequences=(n, n + 1), groups=(g, g + 1))
+        packed = self.inputs.extents
+        self.place = Place(*([] if packed is None else packed[:, 0].tolist()))
+        self.device = inputs.q.device
+        self.rounding: Rounding = rounding_of(self.problem)
+        if found.coarse:
+            self.rounding = replace(self.rounding, ratio=1.0)
+        self.sink = None
+        if problem.spec.sink:
+            offset = inputs.softmax_offset
+            zero = torch.zeros(problem.num_heads, dtype=torch.float64, device=self.device)
+            self.sink = (zero if offset is None else offset.double())[self.heads]
+        dout, dlse = upstream
+        if dout is None and dlse is not None and found.out is not None:
+            dout = torch.zeros_like(found.out)
+        self.dout, self.dlse = dout, dlse
+
+    # ------------------------------------------------------------ rows
+
+    def rows(self) -> Iterator[Row]:
+        """out, lse and dq of the chosen queries."""
+        count = len(self.spot.rows)
+        if not count:
+            return
+        chosen = self._sequence(queries=self._index(self.spot.rows))
+        exact = self._rows_of(chosen, None)
+        right = True
+        for name in ("out", "lse"):
+            tensor = getattr(self.found, name)
+            if tensor is not None:
+                found = list(self._verdicts(name, self._measured(chosen, name), exact[name]))
+                right = right and all(row.passed for row in found)
+                yield from found
+        if self.found.dq is None or "dq" not in exact:
+            return
+        measured = self._measured(chosen, "dq")
+        found = list(self._verdicts("dq", measured, exact["dq"]))
+        if not right and self.found.out is not None and not all(row.passed for row in found):
+            # From a wrong out, right is what belongs to that out.
+            given = self._rows_of(chosen, self.found.out)
+            other = self._verdicts("dq", measured, given["dq"])
+            found = [min(pair, key=lambda row: row.used) for pair in zip(found, other, strict=True)]
+        yield from found
+
+    def _rows_of(
+        self, chosen: scoring.Sequence, given: Tensor | None
+    ) -> dict[str, tuple[Tensor, Magnitude]]:
+        """The exact out, lse and dq with their magnitudes: [R, r, D], lse [R, r, 1]."""
+        heads, count = self.problem.num_heads, len(self.spot.rows)
+        sums = {"dq": Sum((1, count, heads, self.problem.head_dim_qk), self.device)}
+        gradients = self._gradients(chosen, sums)
+        out = Sum((heads, count, self.problem.head_dim_v), self.device)
+        lse = Sum((heads, count, 1), self.device)
+        for first, some in self._blocks(count, self.place.length_kv):
+            block = self._attend(chosen, first, some)
+            at = slice(None), slice(first, first + some)
+            rows = block.rows
+            out.add(at, block.out, rows.out_bound, rows.out_square)
+            lse.add(at, *(x.unsqueeze(-1) for x in (block.lse, rows.lse_bound, rows.lse_square)))
+            if self.dout is not None:
+                if given is not None:
+                    theirs = chosen.take_q(self._own(given))[at]
+                    block = replace(block, out=theirs, rows=_rounded(theirs, block.lse))
+                gradients.add(block, *self._upstream(chosen, at))
+        found = {name: (x.value, x.magnitude()) for name, x in (("out", out), ("lse", lse))}
+        if self.dout is not None:
+            found["dq"] = self._finished(sums["dq"])
+        return found
+
+    # ------------------------------------------------------------ columns
+
+    def columns(self) -> Iterator[Row]:
+        """dk and dv of the chosen keys."""
+        names = [name for name in ("dk", "dv") if getattr(self.found, name) is not None]
+        if not self.spot.columns or not names or self.dout is None:
+            return
+        chosen = self._sequence(keys=self._index(self.spot.columns))
+        dims = {"dk": self.problem.head_dim_qk, "dv": self.problem.head_dim_v}
+        sums = {n: Sum((1, len(self.spot.columns), 1, dims[n]), self.device) for n in names}
+        gradients = self._gradients(chosen, sums)
+        known = self.found.lse is not None and self.found.out is not None
+        every = chosen if known else self._sequence()
+        for first, count in self._blocks(self.place.length_q, len(every.j)):
+            at = slice(None), slice(first, first + count)
+            dout, dlse = self._upstream(every, at)
+            if known:
+                block = self._given(chosen, first, count)
+                gradients.add(block, dout, dlse)
+                continue
+            block, gradient = self._recomputed(every, self._attend(every, first, count), dout, dlse)
+            gradients.add_gradient(block, gradient, dout)
+        gradients.store()
+        for name in names:
+            tensor = canonical(getattr(self.found, name), self.layout)[self._row, self.place.keys]
+            index = self._index(self.spot.columns)
+            measured = tensor[index, self.spot.group].double().unsqueeze(0)
+            yield from self._verdicts(name, measured, self._finished(sums[name]))
+
+    def _given(self, chosen: scoring.Sequence, first: int, count: int) -> Block:
+        """A block of queries from out and lse as they were returned."""
+        at = slice(None), slice(first, first + count)
+        scores = chosen.scores(first, count)
+        out, lse = self._out[at], self._lse[at]
+        return Block(first, scores, scores.weights(lse), out, lse, _rounded(out, lse))
+
+    def _recomputed(
+        self, every: scoring.Sequence, block: Block, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Block, WeightGradient]:
+        """A block of queries over all keys, then what of it belongs to the chosen ones."""
+        weights, v = block.weights, every.v
+        dp, size = group_matmul(dout, v.mT), group_matmul(dout.abs(), v.mT.abs())
+        if weights.keep is not None:
+            dp, size = dp * weights.keep, size * weights.keep
+        dlse = torch.zeros_like(block.lse) if dlse is None else dlse
+        full = WeightGradient.of(
+            weights, block.rows, (dp, size), dout, block.out, dlse, self.rounding
+        )
+        index = self._index(self.spot.columns)
+        scores = block.scores
+        some = Scores(
+            scores.x[..., index],
+            scores.visible[..., index],
+            None if scores.slope is None else scores.slope[..., index],
+            None if scores.keep is None else scores.keep[..., index],
+            type(scores.errors)(
+                scores.errors.score[..., index],
+                None if scores.errors.slope is None else scores.errors.slope[..., index],
+            ),
+        )
+        kept = None if weights.keep is None else weights.keep[..., index]
+        part = Weights(
+            weights.p[..., index], weights.kept[..., index], kept, some.errors, weights.count
+        )
+        gradient = replace(full, weights=part, dp=dp[..., index], dp_bound=size[..., index])
+        return replace(block, scores=some, weights=part), gradient
+
+    @cached_property
+    def _out(self) -> Tensor:
+        """[R, S, Dv], as it was returned."""
+        return self._sequence().take_q(self._own(self.found.out))
+
+    @cached_property
+    def _lse(self) -> Tensor:
+        """[R, S], as it was returned."""
+        return self._sequence().take_row(self._own_lse(self.found.lse), -torch.inf)
+
+    # ------------------------------------------------------------ pieces
+
+    @property
+    def _row(self) -> int:
+        """The storage row of the sequence."""
+        return 0 if self.layout == "thd" else self.spot.sequence
+
+    def _index(self, places: tuple[int, ...]) -> Tensor:
+        return torch.tensor(places, dtype=torch.int64, device=self.device)
+
+    def _sequence(
+        self, queries: Tensor | None = None, keys: Tensor | None = None
+    ) -> scoring.Sequence:
+        return scoring.Sequence(
+            self.problem, self.inputs, 0, self.place, self.device, queries=queries, keys=keys
+        )
+
+    def _gradients(self, chosen: scoring.Sequence, sums: dict[str, Sum]) -> SequenceGradients:
+        found = SequenceGradients(chosen, sums, self.sink)
+        found.rounding = self.rounding
+        return found
+
+    def _blocks(self, queries: int, keys: int) -> Iterator[tuple[int, int]]:
+        """(first, count) of blocks of queries."""
+        step = max(1, _BLOCK // max(1, self.problem.num_heads * keys))
+        for first in range(0, queries, step):
+            yield first, min(step, queries - first)
+
+    def _attend(self, sequence: scoring.Sequence, first: int, count: int) -> Block:
+        """The exact weights, out and lse of some queries."""
+        scores = sequence.scores(first, count)
+        lse, weights = scores.softmax(self.sink)
+        if sequence.shown_q is not None:
+            lse = lse.masked_fill(~sequence.shown_q[first : first + count], -torch.inf)
+        out = group_matmul(weights.kept, sequence.v)
+        rows = RowErrors.of(weights, sequence.v, out, lse, self.rounding)
+        return Block(first, scores, weights, out, lse, rows)
+
+    def _own(self, tensor: Tensor | None) -> Tensor:
+        """A tensor of the call, canonical, with the storage row and the heads of this part."""
+        if tensor is None:
+            raise InvalidProblem("out is None, expected a tensor")
+        found = canonical(tensor, self.layout)[:, :, self.heads]
+        return found[self._row : self._row + 1]
+
+    def _own_lse(self, tensor: Tensor | None) -> Tensor:
+        """[1, R, S'] of an lse of the call."""
+        if tensor is None:
+            raise InvalidProblem("lse is None, expected a tensor")
+        found = canonical_lse(tensor, self.layout)[:, self.heads]
+        return found[self._row : self._row + 1]
+
+    def _upstream(
+        self, sequence: scoring.Sequence, at: tuple[slice, slice]
+    ) -> tuple[Tensor, Tensor | None]:
+        """dout [R, b, Dv] and dlse [R, b] of some queries."""
+        dout = sequence.take_q(self._own(self.dout))[at]
+        if self.dlse is None:
+            return dout, None
+        return dout, sequence.take_row(self._own_lse(self.dlse), 0.0)[at]
+
+    def _measured(self, chosen: scoring.Sequence, name: str) -> Tensor:
+        """[R, r, D] of a result on the query side, as it is: hidden places are not made 0."""
+        tensor, index = getattr(self.found, name), self._index(self.spot.rows)
+        if name == "lse":
+            own = self._own_lse(tensor)[0, :, self.place.queries]
+            return own[:, index].double().unsqueeze(-1)
+        return self._own(tensor)[0, self.place.queries][index].transpose(0, 1).double()
+
+    def _finished(self, total: Sum) -> tuple[Tensor, Magnitude]:
+        """[R, r, D] of a gradient [1, r, R, D], its own rounding counted."""
+        own = torch.finfo(self.problem.torch_dtype).eps / self.rounding.unit
+        total.add_rounding(own, self.rounding.least)
+        size = total.magnitude()
+        bound, spread = (x[0].transpose(0, 1) for x in (size.bound, size.spread))
+        return total.value[0].transpose(0, 1), Magnitude(bound, spread)
+
+    def _verdicts(
+        self, name: str, measured: Tensor, exact: tuple[Tensor, Magnitude]
+    ) -> Iterator[Row]:
+        """One row per head of [heads, rows, dims]."""
+        oracle, size = exact
+        many = measured.shape[1]
+        if name == "lse":
+            independent = 1
+        elif name in ("dk", "dv"):
+            independent = max(1, min(many, self.place.length_q * self.problem.num_heads))
+        else:
+            independent = many
+        keep = self._numbers(measured, size)
+        times = _TOLERANCE if self.rounding.ratio < 1.0 else _TOLERANCE_FINE
+        parts = [measured, oracle, oracle, times * size.bound, times * size.spread]
+        base = self.spot.group if name in ("dk", "dv") else self.heads.start
+        for row in judge(self.problem, name, parts, self.spot.sequence, independent):
+            if keep[row.head or 0]:
+                yield replace(row, head=base + (row.head or 0))
+
+    def _numbers(self, measured: Tensor, size: Magnitude) -> list[bool]:
+        """Per head: not merely too large for fp16, as gradients are where a loss scale is too large."""
+        if self.problem.torch_dtype != torch.float16:
+            return [True] * measured.shape[0]
+        lost = ~measured.isfinite() & ((size.bound >= _LARGEST) | self._large_products)
+        return (~lost.flatten(1).any(1)).tolist()
+
+    @cached_property
+    def _large_products(self) -> bool:
+        """dP or dS, which some round to the input's dtype, may be too large for fp16."""
+        if self.dout is None:
+            return False
+        every = self._sequence()
+        dout = every.take_q(self._own(self.dout)).abs()
+        if not dout.numel() or not every.v.numel():
+            return False
+        return bool(4 * dout.sum(-1).max() * every.v.abs().max() >= _LARGEST)
+
+
+def _rounded(out: Tensor, lse: Tensor) -> RowErrors:
+    """What out [R, b, Dv] and lse [R, b] may differ from those that a backward used: by their own rounding."""
+    size = torch.where(lse == -torch.inf, 0.0, lse.abs() + 1)
+    return RowErrors(size, size.square(), out.abs(), out.square())
