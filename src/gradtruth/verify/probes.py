@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradtruth.core.layout import canonical, canonical_lse
 from gradtruth.core.problem import Problem
+from gradtruth.core.spec import Layout
 from gradtruth.core.tensors import Inputs
 from gradtruth.core.tile import tile
 from gradtruth.errors import InvalidProblem
@@ -213,7 +214,8 @@ class _Part:
         spot: Spot,
     ) -> None:
         n, g = spot.sequence, spot.group
-        self.layout, self.spot, self.found = problem.layout, spot, found
+        self.layout: Layout = problem.layout
+        self.spot, self.found = spot, found
         self.heads = slice(g * problem.group_size, (g + 1) * problem.group_size)
         self.problem, self.inputs = tile(problem, inputs, sequences=(n, n + 1), groups=(g, g + 1))
         packed = self.inputs.extents

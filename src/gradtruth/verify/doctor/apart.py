@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from gradtruth.backends import get
 from gradtruth.verify.checks import named
@@ -93,8 +94,8 @@ def examine_apart(backends: Sequence[str], how: Apart) -> Iterator[str | Examine
                 part = deal.part(name, f"{backends.index(name)}-{at}", cases, checks)
                 waits = [shelved[case] for case in cases]
                 found[name].append(pool.submit(deal.examine, part, waits))
-        names = {future: name for name, futures in found.items() for future in futures}
-        names |= {future: name for name, future in shelved.items()}
+        names: dict[Future[Any], str] = {future: name for name, future in shelved.items()}
+        names |= {future: name for name, futures in found.items() for future in futures}
         try:
             for future in as_completed(names):
                 future.result()

@@ -8,6 +8,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ def examine_part(part: Part) -> None:
     backend, compiled = get(part.backend), 0.0
     with part.target.open("w", encoding="utf-8") as lines:
         for event in examine(items, [backend], named(part.checks), device, Shelf(part.folder)):
-            found = [event.to_json() if isinstance(event, Row) else event]
+            found: list[Any] = [event.to_json() if isinstance(event, Row) else event]
             if compiling_seconds() > compiled:
                 compiled = compiling_seconds()
                 found.append(compiled)
