@@ -125,7 +125,7 @@ def pack(folder: Path) -> None:
 
 
 def squeezed(x: Tensor) -> tuple[Tensor, ...]:
-    """Multiples of STEP deviations of each row, Huffman coded: 3.4 bits a weight, and errors 19 dB below the weights."""
+    """Multiples of STEP deviations of each row, Huffman coded: 3.4 bits a weight, errors 19 dB below the weights."""
     scale = (x.square().mean(1, keepdim=True).sqrt() * STEP).clamp_min(1e-8).half()
     level = (x / scale.float()).round().clamp(-127, 127).to(torch.int8)
     coder = zlib.compressobj(9, zlib.DEFLATED, 15, 9, zlib.Z_HUFFMAN_ONLY)
@@ -226,7 +226,8 @@ def compare(data: Path | None, out: Path, steps: int) -> None:
     for name, attend in attends().items():
         runs[name] = train(weights, rows, attend, "cuda", turned="turned" in name)
         last = runs[name]["loss"]
-        print(f"{name:18} loss {last[0]:.4f} -> {sum(last[-10:]) / 10:.4f}, step {runs[name]['step_ms']:.1f} ms, "
+        end = sum(last[-10:]) / 10
+        print(f"{name:18} loss {last[0]:.4f} -> {end:.4f}, step {runs[name]['step_ms']:.1f} ms, "
               f"peak {runs[name]['peak_gib']:.2f} GiB", flush=True)  # fmt: skip
     reference, fine = runs["reference"], True
     for what in ("loss", "norm"):
