@@ -21,7 +21,7 @@ from gradtruth.core.problem import Problem
 from gradtruth.core.spec import Spec
 
 ROOT = Path(__file__).parents[2]
-REPORTS_DRAWN = 8  # of some 240 on a GPU
+REPORTS_DRAWN = 6  # of some 240 on a GPU
 CHUNKS = 2  # processes: they run beside each other under pytest-xdist
 HEAD = """
 import os, sys
