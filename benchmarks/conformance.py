@@ -18,10 +18,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict
+from functools import cache
+from hashlib import sha256
+from heapq import heapify, heappop, heappush
+from itertools import combinations
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from tests.backends.triton_sample import features
 
 from gradtruth.backends import get
 from gradtruth.core.problem import Problem
@@ -40,7 +45,7 @@ def examined(at: int) -> dict[str, object]:
     recipe = suite().recipes[at]
     begin = time.perf_counter()
     row: dict[str, object] = {
-        "recipe": at, "dtype": recipe.problem.dtype, "label": recipe.label(), "wrong": [],
+        "recipe": at, "dtype": recipe.problem.dtype, "label": recipe.label(), "code": code(), "wrong": [],
     }  # fmt: skip
     try:
         sample = make(recipe, GPU)
@@ -137,7 +142,7 @@ def main() -> None:
     parser.add_argument(
         "--json",
         type=Path,
-        help="JSON lines; recipes that it has as right are left out, rows are added",
+        help="JSON lines; recipes that this code got right in it are left out, rows are added",
     )
     given = parser.parse_args()
     if given.list_selection:
@@ -146,7 +151,11 @@ def main() -> None:
     if given.hostile:
         hostile()
     before = given.json.read_text().splitlines() if given.json and given.json.exists() else []
-    rows = [row for line in before if not (row := json.loads(line))["wrong"]]
+    rows = [
+        row for line in before
+        if not (row := json.loads(line))["wrong"] and row.get("code") == code()
+        and row["label"] == suite().recipes[row["recipe"]].label()
+    ]  # fmt: skip
     if given.json and len(rows) < len(before):
         given.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = {row["recipe"] for row in rows}
@@ -167,11 +176,40 @@ def main() -> None:
     print(f"{len(rows)} of {len(suite().recipes)} recipes")
 
 
-def order() -> list[int]:
-    """All recipes, shuffled: whatever part was done when the time was up is a fair sample."""
-    found = list(range(len(suite().recipes)))
-    random.Random(0).shuffle(found)
-    return found
+@cache
+def order() -> tuple[int, ...]:
+    """All recipes, those first that add most pairs of features: what was done when the time was up covers most.
+
+    In the end come those that add none, shuffled, and those that the backend refuses without a look at the GPU.
+    """
+    recipes = suite().recipes
+    left = [at for at, recipe in enumerate(recipes) if recipe.problem.dtype != "float64"]
+    random.Random(0).shuffle(left)
+    pairs = {at: set(combinations(features(recipes[at]).items(), 2)) for at in left}
+    queue = [(-len(pairs[at]), rank, at) for rank, at in enumerate(left)]
+    heapify(queue)
+    chosen: list[int] = []
+    seen: set[tuple] = set()
+    while queue:
+        _, rank, at = heappop(queue)
+        now = len(pairs[at] - seen)
+        if now and queue and -now > queue[0][0]:  # it adds less than when it was put there
+            heappush(queue, (-now, rank, at))
+            continue
+        chosen.append(at)
+        seen |= pairs[at]
+    return (*chosen, *(at for at in range(len(recipes)) if at not in pairs))
+
+
+@cache
+def code() -> str:
+    """What the rows hold for: a digest of the backend's sources, and versions."""
+    import triton
+
+    folder = Path(__file__).parents[1] / "src/gradtruth/backends/triton"
+    texts = [file.read_bytes() for file in sorted(folder.rglob("*.py"))]
+    digest = sha256(b"".join(texts)).hexdigest()[:12]
+    return f"{digest}, triton {triton.__version__}, torch {torch.__version__}"
 
 
 def _results(
