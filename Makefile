@@ -12,13 +12,14 @@ PIP_ARGS ?=
 JOBS ?= 2
 ARGS ?=
 CASES ?= examples/cases/*.safetensors
+NEWEST_TRITON ?= 3.9.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c $(VENV)/constraints.txt
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types contracts unit bench instrument alarms compile mutants fmt real clean
+.PHONY: help demo test lint types contracts unit bench instrument alarms compile newest mutants fmt real clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +27,7 @@ help:  ## list the targets
 demo: $(VENV)/.tool  ## verify the example cases with every backend; writes demo-report.html
 	$(BIN)/gradtruth verify $(CASES) --backend all --report demo-report.html
 
-test: lint types contracts unit  ## everything that CI runs
+test: lint types contracts unit newest  ## everything that CI runs
 
 lint: $(VENV)/.dev  ## style
 	$(BIN)/ruff check .
@@ -46,6 +47,9 @@ bench: $(VENV)/.dev  ## host time of a call, and CPU auto beside SDPA
 
 compile: $(VENV)/.dev  ## Triton kernels for GPUs that are not here: registers, spills, shared memory
 	$(BIN)/python -m benchmarks.compile --all $(ARGS)
+
+newest: $(VENV)/.newest  ## the largest Triton kernel by the newest Triton, sm_80 to sm_120, without a GPU
+	PYTHONPATH=$(VENV)/newest $(BIN)/python -W ignore -m benchmarks.compile --only-compile --dim 64 --kernels backward_keys $(ARGS)
 
 mutants: $(VENV)/.dev  ## 220 mechanical mutants of the Triton kernels, in the interpreter; an hour of one core
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.triton_sources $(ARGS)
@@ -89,6 +93,11 @@ $(VENV)/.tool: pyproject.toml $(VENV)/constraints.txt
 
 $(VENV)/.dev: pyproject.toml $(VENV)/constraints.txt
 	$(PIP) --editable '.[tool,test,lint]'
+	@touch $@
+
+# Beside the pinned Triton, which the tests run with.
+$(VENV)/.newest: $(VENV)/.dev Makefile
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps --target $(VENV)/newest triton==$(NEWEST_TRITON)
 	@touch $@
 
 $(VENV)/.real: pyproject.toml $(VENV)/constraints.txt

@@ -2,6 +2,7 @@
 
     python -m benchmarks.compile                  # the main schedules, sm_80 to sm_120
     python -m benchmarks.compile --arch 90 --all  # every feature, one architecture
+    PYTHONPATH=FOLDER python -m benchmarks.compile --only-compile --dim 64    # with the Triton in FOLDER: make newest
 
 ``spill`` is what ptxas stores to local memory, in bytes; ``hot`` how many instructions of the innermost loops read or
 write it: what is kept there over a whole loop costs nothing that can be measured, what is moved in each turn does.
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
@@ -72,9 +74,9 @@ class Compiled:
     """What ptxas says of one kernel."""
 
     kernel: str
-    registers: int
-    spilled: int
-    hot: int
+    registers: int | None
+    spilled: int | None
+    hot: int | None
     shared: int
     seconds: float
 
@@ -118,8 +120,8 @@ def launches(dim: int, dtype: str, spec: Spec, arch: int) -> list[Launch]:
     return found
 
 
-def compiled(launch: Launch, arch: int) -> Compiled:
-    """Compile one launch for sm_<arch>."""
+def compiled(launch: Launch, arch: int, *, assemble: bool = True) -> Compiled:
+    """Compile one launch for sm_<arch>; without ``assemble`` registers and spills are not asked for."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import ASTSource
@@ -147,7 +149,7 @@ def compiled(launch: Launch, arch: int) -> Compiled:
     source = ASTSource(function, signature, constants, attributes)
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     seconds = time.perf_counter() - begin
-    registers, spilled, hot = _assembled(kernel.asm["ptx"], arch)
+    registers, spilled, hot = _assembled(kernel.asm["ptx"], arch) if assemble else (None,) * 3
     return Compiled(function.__name__, registers, spilled, hot, kernel.metadata.shared, seconds)
 
 
@@ -194,14 +196,16 @@ def _hot(nvdisasm: Path, cubin: str) -> int:
     return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for a, b in inner for line in lines[a:b])
 
 
-def report(selection, architectures, kernels=None) -> Iterator[dict[str, object]]:
+def report(
+    selection, architectures, kernels=None, *, assemble: bool = True
+) -> Iterator[dict[str, object]]:
     """One row per kernel (all, or those named), problem and architecture."""
     for arch in architectures:
         for name, dim, dtype, given in selection:
             for launch in launches(dim, dtype, Spec(**given), arch):
                 if kernels is not None and launch.function.__name__ not in kernels:
                     continue
-                found = compiled(launch, arch)
+                found = compiled(launch, arch, assemble=assemble)
                 constants = launch.constants
                 tile = "x".join(str(constants.get(f"BLOCK_{x}", "")) for x in "MN")
                 yield {
@@ -229,21 +233,31 @@ def main() -> None:
     parser.add_argument(
         "--all", action="store_true", help="every feature, not only the main schedules"
     )
+    parser.add_argument("--dim", type=int, nargs="*", help="these head dims alone")
+    parser.add_argument("--kernels", nargs="*", help="these kernels alone")
+    parser.add_argument(
+        "--only-compile", action="store_true", help="do not ask for registers and spills"
+    )
     parser.add_argument("--json", type=Path, help="write the rows there")
     given = parser.parse_args()
     rows, wrong = [], 0
     print(
         f"{'sm':>4} {'problem':24} {'d':>4} {'dtype':9} {'kernel':17} {'tile':>8} w s  regs spill hot shared"
     )
-    for row in report(MAIN + FEATURES if given.all else MAIN, given.arch):
+    chosen = [
+        x for x in (MAIN + FEATURES if given.all else MAIN) if not given.dim or x[1] in given.dim
+    ]
+    for row in report(chosen, given.arch, given.kernels or None, assemble=not given.only_compile):
         rows.append(row)
         fault = faults(row)
         wrong += fault is not None
+        counted = [("-" if row[n] is None else row[n]) for n in ("registers", "spilled", "hot")]
         print(
             f"{row['arch']:>4} {row['problem']:24} {row['dim']:>4} {row['dtype']:9} {row['kernel']:17} "
-            f"{row['tile']:>8} {row['warps']} {row['stages'] or '-'} {row['registers']:>5} "
-            f"{row['spilled']:>5} {row['hot']:>3} {row['shared']:>6}  {fault or ''}", flush=True,
+            f"{row['tile']:>8} {row['warps']} {row['stages'] or '-'} {counted[0]:>5} "
+            f"{counted[1]:>5} {counted[2]:>3} {row['shared']:>6}  {fault or ''}", flush=True,
         )  # fmt: skip
+    print(f"triton {version('triton')}: {len(rows)} kernels, {wrong} at fault")
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
     sys.exit(1 if wrong else 0)

@@ -130,7 +130,8 @@ from gradtruth.verify.checks import CHECKS, Judged, Subject
 from gradtruth.verify.standard import Standard
 LEFT_OUT = {"call_order", "strides", "compile_equals_eager", "allocator_churn", "mask_equivalents"}
 ONCE = {"tile_merge", "shift_invariance", "gqa_expand", "shielded", "autograd_contract", "determinism"}
-ONCE |= {"poisoned_memory", "batch_slice", "batch_permutation", "head_slice"}
+ONCE |= {"poisoned_memory", "batch_slice", "batch_permutation", "head_slice", "outside_unchanged", "inputs_unchanged"}
+ONCE |= {"exact_zeros", "backward-from-oracle"}
 LEFT_OUT |= {"graph_stream", "large_offsets", "launch_limits"}
 answered = set()
 with t.interpreted_backend() as backend, t.quiet():
