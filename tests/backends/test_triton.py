@@ -121,7 +121,7 @@ with t.interpreted_backend() as backend, patch.object(schedule, "_LEAST_BLOCKS",
 """
 DOCUMENTS = """
 with t.interpreted_backend() as backend:
-    wrong += t.documents_faults(backend)
+    wrong += t.documents_faults(backend) + t.hostile_faults(backend)
 """
 # The checks on two cases, but for those of a GPU, and those that call so often that the interpreter takes minutes.
 CHECKS = """

@@ -72,6 +72,7 @@ def mended() -> None:
     # Inf and NaN are looked for in results, not in the interpreter's arithmetic.
     np.seterr(all="ignore")
     _quickened(interpreter)
+    _fenced(interpreter)
 
 
 def _quickened(interpreter) -> None:
@@ -89,6 +90,53 @@ def _quickened(interpreter) -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patched
+
+
+def _fenced(interpreter) -> None:
+    """Reading or writing outside of the storages that a launch was given is an error, as under memcheck."""
+    import numpy as np
+
+    builder, convert = interpreter.InterpreterBuilder, interpreter._implicit_cvt
+    load, store, call = (
+        builder.create_masked_load, builder.create_masked_store, interpreter.GridExecutor.__call__,
+    )  # fmt: skip
+    ends: dict[int, int] = {}
+    fence: list[np.ndarray] = []
+
+    def converted(given):
+        if hasattr(given, "untyped_storage"):
+            storage = given.untyped_storage()
+            ends[storage.data_ptr()] = storage.data_ptr() + storage.nbytes()
+        return convert(given)
+
+    def launched(*given, **named):
+        ends.clear()
+        fence.clear()
+        return call(*given, **named)
+
+    def inside(pointers, mask):
+        places = pointers.data[mask.data]
+        if not fence:
+            fence[:] = (
+                np.array(x, dtype=np.uint64) for x in zip(*sorted(ends.items()), strict=True)
+            )
+        begins, limits = fence
+        size = np.uint64(interpreter._get_np_dtype(pointers.get_element_ty()).itemsize)
+        at = np.searchsorted(begins, places, side="right") - 1
+        if ((at < 0) | (places + size > limits[at])).any():
+            raise IndexError("an address outside of the tensors of the launch")
+
+    def loaded(self, pointers, mask, *rest):
+        inside(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def stored(self, pointers, value, mask, *rest):
+        inside(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    interpreter._implicit_cvt = converted
+    interpreter.GridExecutor.__call__ = launched
+    builder.create_masked_load, builder.create_masked_store = loaded, stored
 
 
 def cost(recipe: Recipe) -> float:
@@ -302,6 +350,32 @@ def sequences_fault(cases: int = 31) -> str:
             if not torch.equal(call.where[11 + row], ends):
                 return f"sequences: tiles of case {case}"
     return ""
+
+
+def hostile_faults(backend: object) -> list[str]:
+    """thd with cu_seqlens of any content: no address outside of the tensors, which is an error here."""
+    import torch
+
+    from gradtruth.core.spec import Spec
+    from gradtruth.core.tensors import Inputs, Wanted
+
+    drawn = torch.Generator().manual_seed(0)
+    found = []
+    for case in range(4):
+        q, k, v, dout = (torch.randn(20, h, 16, generator=drawn).half() for h in (2, 1, 1, 2))
+        low, high = ((-(2**31), 2**31 - 1), (-10, 40))[case % 2]
+        cu = [torch.randint(low, high, (4,), generator=drawn).int() for _ in range(4)]
+        inputs = Inputs(
+            q=q, k=k, v=v, cu_seqlens_q=cu[0], cu_seqlens_kv=cu[1],
+            cu_seqlens_q_padded=cu[2], cu_seqlens_kv_padded=cu[3],
+        )  # fmt: skip
+        problem = Problem.of(Spec(layout="thd", lengths="cu_seqlens", right=0), inputs)
+        try:
+            forward = backend.forward(problem, inputs)
+            backend.backward(problem, inputs, forward, dout, None, Wanted())
+        except Exception as fault:
+            found.append(f"hostile lengths, case {case}: {str(fault)[:200]}")
+    return found
 
 
 def documents_faults(backend: object) -> list[str]:

@@ -4,7 +4,8 @@
 
 Every mutant is a copy of the kernels' folder with one change. A process that has Triton's interpreter, the samples
 and the oracle's answers ready forks a child for each; the child imports the changed kernels and runs the sample of
-``tests/backends/triton_sample.py`` until something is wrong: a number out of budget, an error, a crash, a hang.
+``tests/backends/triton_sample.py`` until something is wrong: a number out of budget, an address outside of the
+tensors, an error, a crash, a hang.
 """
 
 from __future__ import annotations
@@ -189,8 +190,8 @@ class Suite:
                         wrong = triton_sample.examined(sample, backend, truth)
                     if wrong:
                         return f"{label}: {wrong[0]}"
-            more = triton_sample.sequences_fault() or triton_sample.documents_faults(backend)
-        return more if isinstance(more, str) else "; ".join(more)
+            more = triton_sample.documents_faults(backend) + triton_sample.hostile_faults(backend)
+        return triton_sample.sequences_fault() or "; ".join(more)
 
 
 def verdict(mutant: Mutant | None, suite: Suite) -> tuple[bool, str]:
