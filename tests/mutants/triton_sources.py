@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src/gradtruth/backends/triton/kernels"
 PACKAGE = "gradtruth.backends.triton.kernels"
-PATIENCE = 240  # seconds of CPU of a mutant; the healthy kernels take a quarter or less
+PATIENCE = 240  # seconds of CPU of a mutant; the healthy kernels take a quarter
 
 _COMPARED = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
              ast.Eq: ("==", "!=")}  # fmt: skip
