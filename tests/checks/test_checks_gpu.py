@@ -207,3 +207,16 @@ def test_what_no_launch_covers_is_found(dim):
             return found
 
     assert kinds(dense(device="cuda"), Past(), LAUNCH_LIMITS) == {("out", "value")}
+
+
+def test_a_call_that_depends_on_a_full_allocator_is_found(monkeypatch):
+    emptied = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: emptied.append(1))
+
+    class NeedsItsCache(Wrapped):
+        def change_forward(self, found, problem, inputs):
+            return replace(found, lse=found.lse + 1) if emptied else found
+
+    found = details(dense(device="cuda"), NeedsItsCache(), ALLOCATOR_CHURN)
+    assert found
+    assert "after the allocator was emptied" in found[0]

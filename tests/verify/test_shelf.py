@@ -132,9 +132,11 @@ def test_equal_bits_are_no_difference(subject, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_equal_bits_that_are_no_numbers_are_a_finding(subject, value):
-    for name in ("out", "lse", "dq"):
+@pytest.mark.parametrize(
+    ("value", "names"), [(float("nan"), ("out", "lse", "dq")), (float("inf"), ("out", "dq"))]
+)
+def test_equal_bits_that_are_no_numbers_are_a_finding(subject, value, names):
+    for name in names:  # an lse may be over the largest number, and then +inf is right
         inside = int(subject.standard.own.magnitudes[name].bound.reshape(-1).nonzero()[0])
         broken = {name: _changed(subject.first.tensors[name], inside, value)}
         (found,) = differences(subject, broken, broken, "x")

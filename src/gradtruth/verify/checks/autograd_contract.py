@@ -17,7 +17,7 @@ from gradtruth.verify.checks.operator import Operator, Results, operator_of
 from gradtruth.verify.checks.subject import Subject
 from gradtruth.verify.checks.verdicts import differences, unanswered
 from gradtruth.verify.findings import Kind
-from gradtruth.verify.trial import as_called, wanted_of
+from gradtruth.verify.trial import Given, as_called, wanted_of
 
 __all__ = ["AUTOGRAD_CONTRACT"]
 
@@ -47,9 +47,12 @@ def _sets(subject: Subject, forward: Forward) -> Iterator[Judged]:
     wanted = wanted_of(subject.case)
     names = [name for name in _NAMES if getattr(wanted, name)]
     expected = subject.first.tensors
+    # One copy for all sets: what a backend writes there shows in the next one, and not in later checks.
+    given = as_called(subject.case, subject.case.to(subject.case.device).tensors())
+    own = replace(forward, out=forward.out.clone(), lse=forward.lse.clone())
     for count in range(1, len(names) + 1):
         for some in combinations(names, count):
-            found = _asked(subject, forward, some)
+            found = _asked(subject, given, own, some)
             if count == len(names):
                 whole = {name: expected[name] for name in some if name in expected}
                 yield from same(subject, found, whole, "the first backward of the same forward")
@@ -62,15 +65,13 @@ def _sets(subject: Subject, forward: Forward) -> Iterator[Judged]:
             yield from differences(subject, found, expected, what, some)
 
 
-def _asked(subject: Subject, forward: Forward, some: tuple[str, ...]) -> dict[str, Tensor]:
-    case = subject.case
-    # Copies: a backend that writes what it is given must not change what later checks give.
-    given = as_called(case, case.to(case.device).tensors())
-    own = replace(forward, out=forward.out.clone(), lse=forward.lse.clone())
+def _asked(
+    subject: Subject, given: Given, forward: Forward, some: tuple[str, ...]
+) -> dict[str, Tensor]:
     asked = Wanted(**{name: name in some for name in _NAMES})
     with torch.no_grad():
         found = subject.backend.backward(
-            case.problem, given.inputs, own, given.dout, given.dlse, asked
+            subject.case.problem, given.inputs, forward, given.dout, given.dlse, asked
         )
     return dict(found.items())
 
