@@ -10,12 +10,13 @@ from torch.nn import functional as F
 
 from gradtruth.backends.peers.bands import band_reasons, common_reasons
 from gradtruth.backends.peers.compact import Compact
+from gradtruth.backends.peers.operands import aligned
 from gradtruth.backends.peers.refusals import unable
 from gradtruth.backends.peers.varlen import Varlen
 from gradtruth.backends.protocol import Backend
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import Reason, ReasonCode
-from gradtruth.core.tensors import Inputs
+from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 
 __all__ = ["create"]
 
@@ -82,6 +83,19 @@ class SdpaNested(Varlen):
                 q, k, v, is_causal=problem.spec.right == 0, scale=problem.scale
             )
         return out.transpose(1, 2).values().to(inputs.q.dtype), None
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        forward: Forward,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        """By autograd; on CUDA from a dout whose rows start at multiples of 16 bytes: any other ends the process."""
+        given = aligned(dout) if dout.device.type == "cuda" else dout
+        return super().backward(problem, inputs, forward, given, dlse, wanted)
 
 
 def _causal_reasons(problem: Problem, device: torch.device) -> list[Reason]:
