@@ -180,6 +180,37 @@ def test_processes_do_not_see_each_other():
     assert shows(calls[1:]) is None
 
 
+def test_a_process_that_lives_on_is_asked_again_and_replaced_where_it_dies():
+    calls = _example()
+    shows = finder_apart(_planted("WORKSPACE"), BACKWARD, tensor="dk", fresh=False)
+    assert shows(calls[1:]) is None
+    assert shows(calls) is not None
+    assert shows(calls[1:]) is not None, "what the look before left is seen"
+    case = case_of(_recipe(Spec(), (2, 9, 2, 2, 8)))
+    dies = finder_apart(_planted("DIES"), BACKWARD, fresh=False)
+    for _ in range(2):
+        assert dies((case,)).detail.endswith("SIGKILL")
+
+
+def test_what_shows_only_in_a_process_that_lives_on_is_taken_back():
+    """The cheap question is blind to the earlier call, which the process has seen; the dear one is not."""
+    before, case = _workspace_calls()
+    cheap = finder(lambda kept=KeptWorkspace(): kept, BACKWARD, tensor="dk")  # noqa: B008
+    dear, looks = finder(KeptWorkspace, BACKWARD, tensor="dk"), []
+
+    def again(calls):
+        looks.append(calls)
+        return dear(calls)
+
+    assert len(minimise(case, cheap, preceding=before).calls) == 1, "the fault that this is about"
+    found = minimise(case, cheap, preceding=before, again=again)
+    assert len(found.calls) == 2
+    assert dear(found.calls).same(found.finding)
+    assert len(looks) < found.tried
+    for call in found.calls:
+        _fits(call, 2, 2, 4)
+
+
 def test_another_finding_is_not_the_same():
     """What small cases show in another tensor does not count."""
     case = case_of(_recipe(Spec(), (2, 20, 2, 2, 8)))

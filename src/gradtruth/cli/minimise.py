@@ -169,18 +169,20 @@ def _first(
             dear = not looker.shared and time.perf_counter() - began > _DEAR
             if found is None:
                 continue
-            return *_written(calls, found, looker, dear=dear), dear
+            return *_written(calls, found, looker, about[1], dear=dear), dear
     return None
 
 
-def _written(calls: Calls, found: Finding, looker: _Looker, *, dear: bool) -> tuple[Calls, Finding]:
+def _written(
+    calls: Calls, found: Finding, looker: _Looker, kind: Kind | None, *, dear: bool
+) -> tuple[Calls, Finding]:
     """The finding as one that a check of values makes, where memory or an earlier call brings it about."""
     if found.check == PROCESS or found.tensor is None:
         return calls, found
     held = in_memory(
         calls[-1],
         found,
-        lambda values, byte: looker(values, found.tensor, None, memory=byte, fresh=not dear),
+        lambda values, byte: looker(values, found.tensor, kind, memory=byte, fresh=not dear),
     )
     if held is not None:
         return (calls[-1],), held

@@ -1,4 +1,4 @@
-"""A finding that memory or earlier calls bring about as calls that show it alone, so that they can be reduced and replayed."""
+"""A finding that memory or earlier calls bring about, as calls that show it alone: they can be reduced and replayed."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def in_memory(
         ask: makes the question to the backend about the tensor, from checks and the byte.
 
     Returns:
-        What a check of values finds; None where the call is right in filled memory, or wrong in cleared memory too, which
-        then has no part in it.
+        What a check of values finds; None where the call is right in filled memory, or wrong in cleared memory too:
+        then memory has no part in it.
     """
     checks = VALUES if finding.check not in {check.name for check in VALUES} else ()
     checks = checks or tuple(check for check in VALUES if check.name == finding.check)

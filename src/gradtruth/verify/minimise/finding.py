@@ -70,7 +70,8 @@ def finder(
         checks: asked in this order until one answers.
         tensor: the finding must be in it; None is any, the first one that a check names.
         kind: of the fault; None is any.
-        memory: the byte that fresh memory holds in every call; None as the allocator hands it out. For checks of values.
+        memory: the byte that fresh memory holds in every call; None as the allocator hands it out.
+            For checks of values.
 
     Returns:
         A function of calls. A refusal, of any of the calls, and a check that fails are None.
