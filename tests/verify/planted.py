@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -110,7 +111,6 @@ DELTA = DeltaOfTheFirstItem()
 
 
 STARTUP = 0.7  # seconds
-STARTS = "PLANTED_STARTS"  # names a file that gets a line for every start
 
 
 def _filled(scratch):
@@ -123,17 +123,19 @@ class StaleScratch(Wrapped):
     """dk and dv of a sequence without queries are what fresh memory held, and the library takes long to start.
 
     TransformerEngine#2448 as it is in a process of its own: there memory is 0, and everything is right.
+
+    Args:
+        starts: a file that gets the number of every process that has started the library.
     """
 
-    started = False
+    def __init__(self, starts):
+        self.starts = Path(starts)
 
     def backward(self, problem, inputs, forward, dout, dlse, wanted):
-        if not StaleScratch.started:
-            StaleScratch.started = True
+        started = self.starts.read_text().split() if self.starts.exists() else []
+        if str(os.getpid()) not in started:
             time.sleep(STARTUP)
-            if STARTS in os.environ:
-                with open(os.environ[STARTS], "a") as file:
-                    print(os.getpid(), file=file)
+            self.starts.write_text(" ".join([*started, str(os.getpid())]))
         found = get("reference").backward(problem, inputs, forward, dout, dlse, wanted)
         if problem.layout != "thd" or problem.group_size == 1:
             return found
@@ -158,4 +160,3 @@ WORKSPACE = KeptWorkspace()
 DOUT = DoutAsContiguous()
 DIES = Dies()
 HANGS = Hangs()
-STALE = StaleScratch()

@@ -20,7 +20,7 @@ from gradtruth.verify.doctor.programme import PROGRAMME, case_of
 from gradtruth.verify.edits.arrangement import strided
 from gradtruth.verify.edits.crop import lengths_of
 from gradtruth.verify.findings import PROCESS, Kind
-from gradtruth.verify.minimise.apart import finder_apart
+from gradtruth.verify.minimise.apart import Worker, finder_apart
 from gradtruth.verify.minimise.finding import Finding, finder
 from gradtruth.verify.minimise.literal import expression, helpers_of
 from gradtruth.verify.minimise.minimiser import minimise
@@ -182,14 +182,17 @@ def test_processes_do_not_see_each_other():
 
 def test_a_process_that_lives_on_is_asked_again_and_replaced_where_it_dies():
     calls = _example()
-    shows = finder_apart(_planted("WORKSPACE"), BACKWARD, tensor="dk", fresh=False)
+    worker = Worker()
+    shows = finder_apart(_planted("WORKSPACE"), BACKWARD, tensor="dk", worker=worker)
     assert shows(calls[1:]) is None
     assert shows(calls) is not None
     assert shows(calls[1:]) is not None, "what the look before left is seen"
     case = case_of(_recipe(Spec(), (2, 9, 2, 2, 8)))
-    dies = finder_apart(_planted("DIES"), BACKWARD, fresh=False)
+    dies = finder_apart(_planted("DIES"), BACKWARD, worker=worker)
     for _ in range(2):
         assert dies((case,)).detail.endswith("SIGKILL")
+    assert shows(calls[1:]) is None, "another process"
+    worker.end()
 
 
 def test_what_shows_only_in_a_process_that_lives_on_is_taken_back():

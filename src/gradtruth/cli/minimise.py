@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, TypedDict
 
@@ -19,7 +19,7 @@ from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import CHECKS, Check, named
 from gradtruth.verify.findings import PROCESS, ExitCode, Kind
-from gradtruth.verify.minimise.apart import finder_apart
+from gradtruth.verify.minimise.apart import Worker, finder_apart
 from gradtruth.verify.minimise.explicit import explicit, in_memory
 from gradtruth.verify.minimise.finding import Calls, Finding, Shows, finder
 from gradtruth.verify.minimise.minimiser import Minimised
@@ -104,12 +104,12 @@ def minimise(
     with progress(None) as advance:
         found = search(
             calls[-1],
-            looker.of(finding, again, fresh=not dear),
+            looker.of(finding, again, kept=dear),
             preceding=calls[:-1],
             confirm=wanted,
             budget=Budget(evaluations=sys.maxsize, seconds=budget),
             progress=advance,
-            again=looker.of(finding, again, fresh=True) if dear else None,
+            again=looker.of(finding, again, kept=False) if dear else None,
         )
     _report(found)
     found = _described(found, backend, Case.load(files[-1]).id)
@@ -125,6 +125,7 @@ class _Looker:
 
     backend: str
     shared: bool
+    worker: Worker = field(default_factory=Worker)
 
     def __call__(
         self,
@@ -133,16 +134,16 @@ class _Looker:
         kind: Kind | None,
         *,
         memory: int | None = None,
-        fresh: bool = True,
+        kept: bool = False,
     ) -> Shows:
         about: _About = {"tensor": tensor, "kind": kind, "memory": memory}
         if self.shared:
             return finder(lambda: get(self.backend), checks, **about)
-        return finder_apart(self.backend, checks, fresh=fresh, **about)
+        return finder_apart(self.backend, checks, worker=self.worker if kept else None, **about)
 
-    def of(self, finding: Finding, checks: tuple[Check, ...], *, fresh: bool) -> Shows:
+    def of(self, finding: Finding, checks: tuple[Check, ...], *, kept: bool) -> Shows:
         """The question whether calls show this finding."""
-        return self(checks, finding.tensor, finding.kind, memory=finding.memory, fresh=fresh)
+        return self(checks, finding.tensor, finding.kind, memory=finding.memory, kept=kept)
 
 
 class _About(TypedDict):
@@ -161,16 +162,22 @@ def _first(
     looks: int,
 ) -> tuple[Calls, Finding, bool] | None:
     """The finding to keep, the calls that show it, and whether a look in a process of its own is dear."""
-    for check in checks:
-        shows = looker((check,), *about)
-        for _ in range(looks):
-            began = time.perf_counter()
-            found = shows(calls)
-            dear = not looker.shared and time.perf_counter() - began > _DEAR
-            if found is None:
-                continue
+    for at, check in enumerate(checks):
+        began = time.perf_counter()
+        found = _any(calls, looker((check,), *about), looks)
+        dear = not looker.shared and time.perf_counter() - began > _DEAR * looks
+        if found is None and dear and checks[at + 1 :]:
+            found = _any(calls, looker(checks[at + 1 :], *about, kept=True), looks)
+        if found is not None:
             return *_written(calls, found, looker, about[1], dear=dear), dear
+        if dear:
+            return None
     return None
+
+
+def _any(calls: Calls, shows: Shows, looks: int) -> Finding | None:
+    """What the first look finds that finds something."""
+    return next((found for _ in range(looks) if (found := shows(calls)) is not None), None)
 
 
 def _written(
@@ -179,16 +186,18 @@ def _written(
     """The finding as one that a check of values makes, where memory or an earlier call brings it about."""
     if found.check == PROCESS or found.tensor is None:
         return calls, found
+    case = calls[-1]
     held = in_memory(
-        calls[-1],
+        case,
         found,
-        lambda values, byte: looker(values, found.tensor, kind, memory=byte, fresh=not dear),
+        lambda values, byte: looker(values, found.tensor, kind, memory=byte, kept=dear),
     )
     if held is not None:
-        return (calls[-1],), held
+        return (case,), held
     if found.check != "call_order" or len(calls) > 1:
         return calls, found
-    return explicit(calls[0], lambda values: looker(values, found.tensor, None)) or (calls, found)
+    written = explicit(case, lambda values: looker(values, found.tensor, None))
+    return (calls, found) if written is None else written
 
 
 def _refusal(calls: Calls, backend: Backend) -> str | None:

@@ -7,6 +7,7 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 from gradtruth.backends import get
 from gradtruth.verify.cases.case import Case
@@ -14,7 +15,7 @@ from gradtruth.verify.checks import Check, named
 from gradtruth.verify.findings import PROCESS, Kind
 from gradtruth.verify.minimise.finding import Calls, Finding, Shows, finder
 
-__all__ = ["finder_apart"]
+__all__ = ["Worker", "finder_apart"]
 
 _PATIENCE = 120.0  # seconds for one look
 
@@ -26,8 +27,8 @@ def finder_apart(
     tensor: str | None = None,
     kind: Kind | None = None,
     patience: float = _PATIENCE,
-    fresh: bool = True,
     memory: int | None = None,
+    worker: Worker | None = None,
 ) -> Shows:
     """``finding.finder`` in processes of its own.
 
@@ -39,23 +40,19 @@ def finder_apart(
         backend: its name.
         checks, tensor, kind, memory: as for ``finder``.
         patience: seconds after which a look is given up; that counts as a process that did not end well.
-        fresh: a new process for every look. Otherwise one answers all, and is replaced where it did not end well:
-            cheap where the start is not, but what one candidate leaves behind, later ones see; so ask about the
-            result again with a fresh one.
+        worker: who answers all looks: cheap where the start of a process is not, but what one candidate leaves behind,
+            later ones see, so ask about the result again without; None is a new process for every look.
 
     Returns:
         A function of calls. Where ``tensor`` is None, a process that did not end well is a finding: it raised.
     """
     question = _Question(backend, tuple(check.name for check in checks), tensor, kind, memory)
-    workers: list[_Worker] = []  # the one that is kept
 
     def shows(calls: Calls) -> Finding | None:
-        worker = workers.pop() if workers else _Worker(question)
-        found = worker.ask(calls, patience)
-        if fresh or isinstance(found, str):
-            worker.end()
-        else:
-            workers.append(worker)
+        one = Worker() if worker is None else worker
+        found = one.ask(question, calls, patience)
+        if worker is None:
+            one.end()
         if not isinstance(found, str):
             return found
         asked = tensor is None and kind in (None, Kind.RAISED)
@@ -75,35 +72,56 @@ class _Question:
     memory: int | None
 
 
-class _Worker:
-    """A process that answers one look after the other."""
+class Worker:
+    """A process that answers one look after the other, about any backend; a new one follows where it dies."""
 
-    def __init__(self, question: _Question) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["gradtruth.verify.minimise.apart"])
-        self._here, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(question, there), daemon=True)
-        self._process.start()
-        there.close()
+    def __init__(self) -> None:
+        self._running: tuple[BaseProcess, Connection] | None = None
 
-    def ask(self, calls: Calls, patience: float) -> Finding | str | None:
+    def ask(self, question: _Question, calls: Calls, patience: float) -> Finding | str | None:
         """The answer; in words how the process ended, where it did."""
+        process, here = self._started()
         try:
-            self._here.send((str(calls[-1].device), [case.to_bytes() for case in calls]))
-            return self._here.recv() if self._here.poll(patience) else "it was not done in time"
+            here.send((question, str(calls[-1].device), [case.to_bytes() for case in calls]))
+            if here.poll(patience):
+                return here.recv()
+            found = "it was not done in time"
         except (EOFError, ConnectionError):
-            self._process.join()
-            return f"its process ended with {_ending(self._process.exitcode)}"
+            process.join()
+            found = f"its process ended with {_ending(process.exitcode)}"
+        self.end()
+        return found
 
     def end(self) -> None:
-        """End the process."""
-        self._here.close()
-        self._process.kill()
-        self._process.join()
+        """End the process; the next look starts another."""
+        if self._running is not None:
+            process, here = self._running
+            self._running = None
+            here.close()
+            process.kill()
+            process.join()
+
+    def _started(self) -> tuple[BaseProcess, Connection]:
+        if self._running is None:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["gradtruth.verify.minimise.apart"])
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._running = process, here
+        return self._running
 
 
-def _serve(question: _Question, answers: Connection) -> None:
+def _serve(answers: Connection) -> None:
     """What the process does, until the other end is closed."""
+    with suppress(EOFError):
+        while True:
+            question, device, data = answers.recv()
+            answers.send(_answer(question, tuple(Case.from_bytes(x).to(device) for x in data)))
+
+
+def _answer(question: _Question, calls: Calls) -> Finding | None:
     shows = finder(
         lambda: get(question.backend),
         named(question.checks),
@@ -111,10 +129,7 @@ def _serve(question: _Question, answers: Connection) -> None:
         kind=question.kind,
         memory=question.memory,
     )
-    with suppress(EOFError):
-        while True:
-            device, data = answers.recv()
-            answers.send(shows(tuple(Case.from_bytes(part).to(device) for part in data)))
+    return shows(calls)
 
 
 def _ending(code: int | None) -> str:
