@@ -100,7 +100,8 @@ def residuals(
     some = list(range(len(where)) if sequences is None else sequences)
     most = _added(problem, inputs)
     found: list[_Found] = []
-    for numbers, groups in _batches(problem, where, some):
+    limit = _ELEMENTS if inputs.q.device.type == "cpu" else _ELEMENTS_OF_A_DEVICE
+    for numbers, groups in _batches(problem, where, some, limit):
         rows = _Rows(problem, inputs, [where[n] for n in numbers], numbers, groups)
         parts = {name: rows.take(name, x) for name, x in given.items() if name in _SIDES}
         spread = {name: rows.take(name, x) for name, x in (errors or {}).items() if name in _SIDES}
@@ -114,7 +115,8 @@ def residuals(
 
 
 _DEVIATIONS = 8.0  # of one eps; a rounding errs by 0.29 of one, partial sums in a low dtype by more
-_ELEMENTS = 1 << 22  # of one tensor that are looked at in one go
+_ELEMENTS = 1 << 22  # of one tensor that are looked at in one go on a CPU
+_ELEMENTS_OF_A_DEVICE = 1 << 23  # there each go costs what its operators cost the host
 _HIDING = 1e4  # a bias beyond this hides a key and rounds no score
 _LINES = ("lse", "dlse")
 _QUERY, _KEY = ("q", "dq", "out", "dout", *_LINES), ("k", "v", "dk", "dv")
@@ -131,7 +133,7 @@ def _needed_for_sum(problem: Problem, dlse: Tensor | None) -> set[str]:
 
 
 def _batches(
-    problem: Problem, where: Sequence[Place], sequences: Sequence[int]
+    problem: Problem, where: Sequence[Place], sequences: Sequence[int], limit: int
 ) -> Iterator[tuple[list[int], slice]]:
     """(sequences, range of KV heads) that are looked at in one go: several sequences with all heads, or some of one's.
 
@@ -140,13 +142,10 @@ def _batches(
     heads, width = problem.num_gqa_groups, max(problem.head_dim_qk, problem.head_dim_v)
     many: list[int] = []
     for n in sequences:
-        if (
-            many
-            and _longest(problem, where, [*many, n]) * heads * width * (len(many) + 1) > _ELEMENTS
-        ):
+        if many and _longest(problem, where, [*many, n]) * heads * width * (len(many) + 1) > limit:
             yield many, slice(0, heads)
             many = []
-        step = max(1, _ELEMENTS // (_longest(problem, where, [n]) * width))
+        step = max(1, limit // (_longest(problem, where, [n]) * width))
         if step < heads:
             for first in range(0, heads, step):
                 yield [n], slice(first, min(first + step, heads))
