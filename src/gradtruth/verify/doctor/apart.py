@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -107,18 +109,36 @@ def examine_apart(backends: Sequence[str], how: Apart) -> Iterator[str | Examine
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         processes = _Processes(how, Path(folder))
         parts = {name: _parts(name, at, how, Path(folder)) for at, name in enumerate(backends)}
-        try:
-            with Deal(how.jobs) as deal:
-                found, names = _dealt(deal, processes, parts)
-                for future in as_completed(names):
+        with Deal(how.jobs) as deal, _interruptible(partial(_stop, deal, processes)):
+            found, names = _dealt(deal, processes, parts)
+            for future in as_completed(names):
+                if not future.cancelled():
                     future.result()
                     yield names[future]
-        except KeyboardInterrupt:
-            # What is known is told.
-            processes.stop()
-            deal.wait(_GRACE)
-        rows = [row for name in backends for row in _told(name, parts[name], found[name])]
+            rows = [row for name in backends for row in _told(name, found[name])]
     yield Examined(rows, processes.clock.compiling())
+
+
+def _stop(deal: Deal, processes: _Processes) -> None:
+    deal.close(cancel=True)
+    processes.stop()
+
+
+@contextmanager
+def _interruptible(stop: Callable[[], None]) -> Iterator[None]:
+    """A ^C stops, so that what is known is told; a second one, as ``timeout`` sends it, changes nothing.
+
+    Args:
+        stop: called in a thread of its own, since a handler may find any lock held.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: threading.Thread(target=stop).start())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 _Found = dict[str, list[Future[list[Row]]]]
@@ -165,23 +185,14 @@ def _parts(backend: str, at: int, how: Apart, folder: Path) -> list[Part]:
     ]
 
 
-def _told(name: str, parts: list[Part], futures: list[Future[list[Row]]]) -> list[Row]:
+def _told(name: str, futures: list[Future[list[Row]]]) -> list[Row]:
     """The rows of one backend, and that parts of it never began."""
-    rows: list[Row] = []
-    for part, future in zip(parts, futures, strict=True):
-        if future.cancelled():
-            continue
-        if future.done():
-            rows += future.result()
-            continue
-        # Killed, and not gone yet.
-        known, step, _ = _written(part.target)
-        rows += [*known, _end(name, known, step, (_STOPPED, Verdict.NOT_REACHED))]
-    missing = sum(future.cancelled() for future in futures)
-    if not missing:
+    done = [future for future in futures if not future.cancelled()]
+    rows = [row for future in done for row in future.result()]
+    if len(done) == len(futures):
         return rows
-    words = f"{missing} of {len(futures)} parts of the programme did not begin"
-    return [*rows, _end(name, rows, "", (words, Verdict.NOT_REACHED))]
+    missing = f"{len(futures) - len(done)} of {len(futures)} parts of the programme did not begin"
+    return [*rows, _end(name, rows, "", (missing, Verdict.NOT_REACHED))]
 
 
 def steps_apart(backends: Sequence[str], how: Apart) -> int:
@@ -294,9 +305,9 @@ class _Processes:
         process = self._context.Process(target=target, args=arguments)
         process.start()
         self._alive.add(process)
-        if self._stopped.is_set():
-            process.kill()
-        process.join(self.how.patience)
+        late = time.monotonic() + self.how.patience
+        while process.exitcode is None and time.monotonic() < late and not self._stopped.is_set():
+            process.join(1.0)
         code = process.exitcode
         process.kill()
         process.join(_GRACE)  # a driver may hold it for longer

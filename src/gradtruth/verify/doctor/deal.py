@@ -42,9 +42,7 @@ class Deal:
             threading.Thread(target=self._take, daemon=True) for _ in range(max(1, threads))
         ]
 
-    def add(
-        self, call: Callable[[], Any], may_begin: Callable[[], bool] = _at_once
-    ) -> Future[Any]:
+    def add(self, call: Callable[[], Any], may_begin: Callable[[], bool] = _at_once) -> Future[Any]:
         """Put a call at the end.
 
         Args:
@@ -76,18 +74,12 @@ class Deal:
         """
         with self._changed:
             self._closed = True
-            if cancel:
-                for call in self._waiting:
-                    call.future.cancel()
-                self._waiting.clear()
+            dropped = self._waiting if cancel else []
+            self._waiting = [] if cancel else self._waiting
             self._changed.notify_all()
-
-    def wait(self, seconds: float) -> None:
-        """Wait for the calls that have begun, for so long at most."""
-        for thread in self._threads:
-            thread.join(seconds)
-            if thread.is_alive():
-                return
+        for call in dropped:
+            call.future.cancel()
+            call.future.set_running_or_notify_cancel()  # only this wakes who waits for it
 
     def _take(self) -> None:
         while (call := self._next()) is not None:
