@@ -157,8 +157,9 @@ def _dealt(
         name: deal.add(partial(processes.prepare, name)) for name in _dearest_first(how.cases)
     }
     found: _Found = {name: [] for name in parts}
+    order = list(parts)
     # Of those with as many parts the last ones compile, so they begin first.
-    for name in sorted(reversed(parts), key=lambda name: -len(parts[name])):
+    for name in sorted(parts, key=lambda name: (len(parts[name]), order.index(name)), reverse=True):
         for part in parts[name]:
             waits = [shelved[case] for case in part.cases]
             may_begin = partial(processes.may_begin, part, waits)
