@@ -141,8 +141,7 @@ def test_a_large_part_keeps_no_process_from_what_comes_after_it(tmp_path):
     assert processes.may_begin(small, [shelved])
     processes._large = {tmp_path / str(n) for n in range(apart._AT_ONCE - 1)}
     assert processes.may_begin(large, [shelved])
-    processes._large.add(tmp_path / "last")
-    assert not processes.may_begin(large, [shelved])
+    assert not processes.may_begin(replace(large, target=tmp_path / "last"), [shelved])
     assert processes.may_begin(small, [shelved])
 
 

@@ -246,17 +246,21 @@ class _Processes:
         self.clock.add(time.perf_counter() - start, 0.0)
 
     def may_begin(self, part: Part, waits: list[Future[None]]) -> bool:
-        """Whether what it is held against is there, and few others take as much memory."""
+        """Whether what it is held against is there, and few others take as much memory; then it is one of these."""
         if not all(shelved.done() for shelved in waits):
             return False
-        return not _once(part) or len(self._large) < _AT_ONCE
+        if not _once(part):
+            return True
+        # One thread at a time asks, so none comes between.
+        free = len(self._large) < _AT_ONCE
+        if free:
+            self._large.add(part.target)
+        return free
 
     def examine(self, part: Part) -> list[Row]:
         """The rows of one part, those before its process died included."""
         once = _once(part)
         rows: list[Row] = []
-        if once:
-            self._large.add(part.target)
         try:
             rest: Part | None = part
             while rest is not None:

@@ -47,7 +47,7 @@ class Deal:
 
         Args:
             call: without arguments.
-            may_begin: asked whenever a thread is free.
+            may_begin: asked whenever a thread is free, one thread at a time; what it allows begins.
         """
         made = _Call(call, may_begin)
         with self._changed:
