@@ -233,7 +233,7 @@ def test_launch_limits_reach_who_takes_only_causal_masks_or_more_than_one_key(ta
                 grads.dv[:, -1, -1] = 0
             return grads
 
-    (answer,) = answers(dense(right=0), Few(), LAUNCH_LIMITS)
+    (answer,) = answers(dense(), Few(), LAUNCH_LIMITS)
     assert (answer.tensor, answer.kind) == (("dv", Kind.VALUE) if faulty else (None, None))
 
 
