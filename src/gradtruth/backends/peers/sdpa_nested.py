@@ -122,8 +122,11 @@ def _cuda_reasons(problem: Problem) -> list[Reason]:
 
 
 def _nested(tokens: Tensor, offsets: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[tokens, H, D] as a jagged [B, H, j, D]. The plain kernel wants the tokens contiguous."""
+    """[tokens, H, D] as a jagged [B, H, j, D]. The plain kernel wants the tokens contiguous, the others aligned."""
     found = torch.nested.nested_tensor_from_jagged(
-        tokens.contiguous(), offsets.long(), min_seqlen=min(lengths), max_seqlen=max(lengths)
+        aligned(tokens).contiguous(),
+        offsets.long(),
+        min_seqlen=min(lengths),
+        max_seqlen=max(lengths),
     )
     return found.transpose(1, 2)

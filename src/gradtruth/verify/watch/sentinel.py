@@ -272,7 +272,7 @@ def watch(  # noqa: PLR0913 - the public boundary, where each is a keyword of it
     model: nn.Module | None,
     every: int = 100,
     *,
-    calls: int | None = 4,
+    calls: int | None = 3,
     rows: int = 8,
     columns: int = 8,
     heads: int = 1,
