@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.alarms import Alarms
 from gradtruth.backends import Backend, get
+from gradtruth.errors import UnsupportedProblem
 from gradtruth.testing import repeat, unpoisoned
 from gradtruth.verify.suite.conformance import Truth, examine, truth_of
 from gradtruth.verify.suite.inputs import Sample, make
@@ -115,6 +116,9 @@ class Examiner:
             sample, truth = samples[clean]
             try:
                 lines = examine(sample, backend, truth)
+            except UnsupportedProblem:  # for what the tensors hold
+                found.append((name, "refuses", []))
+                continue
             except Exception as error:  # noqa: BLE001 - one problem must not end the run
                 self.lost = not self._answers()
                 found.append((name, "raised", [f"{type(error).__name__}: {error}"[:2000]]))

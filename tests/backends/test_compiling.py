@@ -1,6 +1,8 @@
 """Seconds of compiling: spans inside spans count once, and torch.compile is heard."""
 
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,3 +52,24 @@ def test_torch_compile_is_heard_and_its_calls_are_not(clock):
         callback_handler.remove_start_callback(clock.enter)
         callback_handler.remove_end_callback(clock.leave)
         torch.compiler.reset()
+
+
+def test_what_cute_compiles_is_heard_once(clock, monkeypatch):
+    class CompileCallable:
+        def __call__(self, function, *, options=""):
+            clock.now += 2.0
+            return function, options
+
+    clock.now = 0.0
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setitem(
+        sys.modules, "cutlass.base_dsl.compiler", SimpleNamespace(CompileCallable=CompileCallable)
+    )
+    module.watch_cute()
+    assert CompileCallable()("f", options="-O3") == ("f", "-O3")
+    assert module.compiling_seconds() == 0.0, "nobody watches"
+    clock.watching = True
+    module.watch_cute()
+    module.watch_cute()
+    assert CompileCallable()("f", options="-O3") == ("f", "-O3")
+    assert module.compiling_seconds() == 2.0

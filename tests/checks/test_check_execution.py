@@ -12,6 +12,7 @@ from tests.mutants.wrap import Wrapped
 from gradtruth import ops
 from gradtruth.backends import get, select
 from gradtruth.core.recent import Recent
+from gradtruth.core.support import Reason, ReasonCode, Support
 from gradtruth.verify.checks import compile_equals_eager, large_offsets, launch_limits, operator
 from gradtruth.verify.checks.autograd_contract import AUTOGRAD_CONTRACT
 from gradtruth.verify.checks.check import NotReached
@@ -20,7 +21,7 @@ from gradtruth.verify.checks.graph_stream import GRAPH_STREAM
 from gradtruth.verify.checks.large_offsets import LARGE_OFFSETS
 from gradtruth.verify.checks.launch_limits import LAUNCH_LIMITS
 from gradtruth.verify.engine import find, verify_case
-from gradtruth.verify.findings import Verdict
+from gradtruth.verify.findings import Kind, Verdict
 
 
 @pytest.fixture
@@ -214,6 +215,26 @@ def test_a_backend_that_refuses_or_raises_says_so(monkeypatch):
     monkeypatch.setattr(launch_limits.Subject, "supports", lambda self, case: "at most 128 heads")
     (answer,) = answers(dense(), Wrapped(), LAUNCH_LIMITS)
     assert answer == NotReached("1 sequences of 65,537 heads: at most 128 heads")
+
+
+@pytest.mark.parametrize(
+    "takes", [lambda problem: problem.spec.right == 0, lambda problem: problem.seqlen_kv > 1]
+)
+@pytest.mark.parametrize("faulty", [False, True])
+def test_launch_limits_reach_who_takes_only_causal_masks_or_more_than_one_key(takes, faulty):
+    class Few(Wrapped):
+        def supports(self, problem, device):
+            refused = Support((Reason(ReasonCode.MASK, "not this one"),))
+            return super().supports(problem, device) if takes(problem) else refused
+
+        def backward(self, *arguments):
+            grads = super().backward(*arguments)
+            if faulty:
+                grads.dv[:, -1, -1] = 0
+            return grads
+
+    (answer,) = answers(dense(), Few(), LAUNCH_LIMITS)
+    assert (answer.tensor, answer.kind) == (("dv", Kind.VALUE) if faulty else (None, None))
 
 
 # ---------------------------------------------------------------- large_offsets

@@ -83,6 +83,7 @@ static int allocated = 0, refuse = 0;
 int cudaMalloc(void **p, size_t n) { if (refuse) return 2; ++allocated; *p = malloc(n); return 0; }
 int cudaFree(void *p) { --allocated; free(p); return 0; }
 int cudaMemset(void *p, int b, size_t n) { memset(p, b, n); return 0; }
+int cudaMemsetAsync(void *p, int b, size_t n, void *s) { memset(p, b, n); return s != NULL; }
 int cudaDeviceSynchronize(void) { return 0; }
 int living(void) { return allocated; }
 void set_refuse(int value) { refuse = value; }
@@ -111,11 +112,16 @@ def test_the_allocator_fills_frees_and_says_when_there_is_no_room(runtime):
     own.gradtruth_alloc.restype = ctypes.c_void_p
     own.gradtruth_alloc.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
     own.gradtruth_free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-    own.gradtruth_fill.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+    own.gradtruth_fill.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    )
     own.gradtruth_byte(0xA7)
     block = own.gradtruth_alloc(1000, 0, None)
     assert bytes((ctypes.c_ubyte * 1000).from_address(block)) == b"\xa7" * 1000
-    assert own.gradtruth_fill(block, 0x12, 10) == 0
+    assert own.gradtruth_fill(block, 0x12, 10, None) == 0
     assert bytes((ctypes.c_ubyte * 12).from_address(block)) == b"\x12" * 10 + b"\xa7" * 2
     assert cuda.living() == 1
     own.gradtruth_free(block, 1000, 0, None)
@@ -142,13 +148,26 @@ def test_only_free_blocks_are_filled_again(monkeypatch, runtime):
             self.given = given
 
         def snapshot(self):
-            return [{"address": start, "blocks": blocks}]
+            return [{"address": start, "stream": 0, "blocks": blocks}]
 
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    freed = 5
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_stats_as_nested_dict",
+        lambda _: {"active": {"all": {"freed": freed}}},
+    )
     monkeypatch.setattr(allocator, "_allocator", lambda library: library)
-    FillingPool(path, 0xFF).refill(CPU)
-    assert bytes(memory) == b"\0" * 16 + b"\xff" * 8 + b"\0" * 24 + b"\xff" * 16
+    pool = FillingPool(path, 0xFF)
+    pool.refill(CPU)
+    filled = b"\0" * 16 + b"\xff" * 8 + b"\0" * 24 + b"\xff" * 16
+    assert bytes(memory) == filled
+    memory[20] = 1  # nothing was freed since, so nothing free was in use
+    pool.refill(CPU)
+    assert memory[20] == 1
+    freed = 6
+    pool.refill(CPU)
+    assert bytes(memory) == filled
 
 
 def test_what_is_missing_is_a_reason(monkeypatch):

@@ -82,6 +82,31 @@ def test_a_finding_of_call_order_becomes_calls(capsys):
     assert "the budget ended the search" in said
 
 
+def test_a_fault_of_fresh_memory_behind_a_slow_start(tmp_path, capsys, monkeypatch):
+    """Right in a process of its own, where memory is 0: found, reduced and replayed with memory that is filled.
+
+    One process looks at all candidates; the first look, the last one and the script have their own.
+    """
+    starts, reproduce = tmp_path / "starts", tmp_path / "reproduce.py"
+    library = tmp_path / "library.py"
+    library.write_text(
+        f"import runpy\nSTALE = runpy.run_path({FAULTS!r})['StaleScratch']({str(starts)!r})\n"
+    )
+    monkeypatch.setattr("gradtruth.cli.minimise._DEAR", 0.5)
+    arguments = ["minimise", str(QUERYLESS), "--backend", f"{library}:STALE", "--tensor", "dk"]
+    code = main([*arguments, "--script", str(reproduce), "--budget", "60"])
+    said = capsys.readouterr().out
+    assert code == 1
+    assert said.startswith("finding  backward: dk, where fresh memory holds 0x3c: nonzero")
+    assert "; it shows the finding" in said, said
+    tried = int(said.split(" runs in ")[0].splitlines()[-1])
+    assert tried > 10
+    assert len(starts.read_text().split()) == 4, said
+    assert "memory=0x3c" in reproduce.read_text()
+    done = subprocess.run([sys.executable, str(reproduce)], check=False, capture_output=True)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_nothing_found(batch_file, capsys):
     arguments = ["minimise", str(batch_file), "--backend", "reference", "--check", "backward"]
     arguments.append("--shared")

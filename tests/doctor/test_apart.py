@@ -4,6 +4,9 @@ import os
 import re
 import signal
 import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -121,14 +124,33 @@ def test_the_parts_of_a_backend_are_its_whole_programme_once(count):
     assert (beside, own) == (tuple(cases), tuple(c.name for c in CHECKS if c.once))
     few = Apart(device="cpu", cases=cases, checks=["forward"])
     assert len(parts_of("reference", few)) == min(count, 3)
+    many = parts_of("flex", replace(few, device="cuda:1"))
+    assert len(many) == -(-count // -(-count // 12)), "those that compile are dealt to more"
+    assert [case for some, _ in many for case in some] == cases
     few = Apart(device="cpu", cases=cases, checks=["launch_limits"])
     assert parts_of("reference", few) == [(tuple(cases), ("launch_limits",))]
 
 
-def test_compiling_counts_where_it_made_the_longest_row_longer():
+def test_a_large_part_keeps_no_process_from_what_comes_after_it(tmp_path):
+    how = Apart(device="cpu", cases=[THD], checks=["forward", "launch_limits"])
+    processes = apart._Processes(how, tmp_path)
+    small, large = apart._parts("reference", 0, how, tmp_path)
+    shelved = Future()
+    assert not processes.may_begin(small, [shelved]), "what it is held against is not there"
+    shelved.set_result(None)
+    assert processes.may_begin(small, [shelved])
+    processes._large = {tmp_path / str(n) for n in range(apart._AT_ONCE - 1)}
+    assert processes.may_begin(large, [shelved])
+    assert not processes.may_begin(replace(large, target=tmp_path / "last"), [shelved])
+    assert processes.may_begin(small, [shelved])
+
+
+def test_compiling_counts_where_the_end_would_have_come_earlier():
     clock = apart._Clock()
     clock.spent = {1: (10.0, 6.0), 2: (7.0, 0.0), 3: (9.0, 1.0)}
-    assert clock.compiling() == 2.0
+    assert clock.compiling() == pytest.approx(7 / 3), "a share of each row"
+    clock.spent = {1: (10.0, 6.0), 2: (5.0, 0.0)}
+    assert clock.compiling() == 5.0, "the longest row compiled"
     assert apart._Clock().compiling() == 0.0
 
 
@@ -203,12 +225,17 @@ def test_what_is_known_is_told_when_it_is_stopped(slow, tmp_path):
     running = examine_apart(["reference", slow], how)
     assert next(running) == DENSE
     # The slow one began first; a ^C while it runs ends it, and the other never begins.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    # ``timeout`` sends two: to the process, and to its group.
+    timers = [
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)) for after in (4.0, 4.01)
+    ]
+    for timer in timers:
+        timer.start()
+    before = time.monotonic()
     *_, found = running
-    timer.join()
-    signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - before < 12
+    for timer in timers:
+        timer.join()
     said = {row.backend: (row.verdict, row.detail[0]) for row in found.rows}
     assert said["slow"][0] is said["reference"][0] is Verdict.NOT_REACHED
     assert "it was stopped" in said["slow"][1]

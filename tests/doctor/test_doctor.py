@@ -221,3 +221,22 @@ def test_every_backend_is_asked_by_default(capsys):
     }
     assert set(ORDER) <= examined | refused
     assert {"reference", "unfused", "sdpa_math"} <= examined
+
+
+def test_what_is_known_is_told_when_all_is_in_one_process_and_stopped(monkeypatch, capsys):
+    from gradtruth.cli import doctor as module
+
+    def stopped(*arguments):
+        for event in examine(*arguments):
+            yield event
+            if event == "tail-64-large-logits-d64: reference backward":
+                raise KeyboardInterrupt
+
+    examine = module.examine
+    monkeypatch.setattr(module, "examine", stopped)
+    arguments = ["doctor", "--device", "cpu", "--backend", "reference", "--jobs", "0"]
+    arguments += ["--cases", "tail-64-large-logits-d64", "--checks", "forward,backward"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "it was stopped in tail-64-large-logits-d64: reference backward" in out
+    assert "1 not reached" in out

@@ -20,7 +20,7 @@ from gradtruth.verify.doctor.programme import PROGRAMME, case_of
 from gradtruth.verify.edits.arrangement import strided
 from gradtruth.verify.edits.crop import lengths_of
 from gradtruth.verify.findings import PROCESS, Kind
-from gradtruth.verify.minimise.apart import finder_apart
+from gradtruth.verify.minimise.apart import Worker, finder_apart
 from gradtruth.verify.minimise.finding import Finding, finder
 from gradtruth.verify.minimise.literal import expression, helpers_of
 from gradtruth.verify.minimise.minimiser import minimise
@@ -178,6 +178,40 @@ def test_processes_do_not_see_each_other():
     shows = finder_apart(_planted("WORKSPACE"), BACKWARD, tensor="dk")
     assert shows(calls) == finder(KeptWorkspace, BACKWARD, tensor="dk")(calls)
     assert shows(calls[1:]) is None
+
+
+def test_a_process_that_lives_on_is_asked_again_and_replaced_where_it_dies():
+    calls = _example()
+    worker = Worker()
+    shows = finder_apart(_planted("WORKSPACE"), BACKWARD, tensor="dk", worker=worker)
+    assert shows(calls[1:]) is None
+    assert shows(calls) is not None
+    assert shows(calls[1:]) is not None, "what the look before left is seen"
+    case = case_of(_recipe(Spec(), (2, 9, 2, 2, 8)))
+    dies = finder_apart(_planted("DIES"), BACKWARD, worker=worker)
+    for _ in range(2):
+        assert dies((case,)).detail.endswith("SIGKILL")
+    assert shows(calls[1:]) is None, "another process"
+    worker.end()
+
+
+def test_what_shows_only_in_a_process_that_lives_on_is_taken_back():
+    """The cheap question is blind to the earlier call, which the process has seen; the dear one is not."""
+    before, case = _workspace_calls()
+    cheap = finder(lambda kept=KeptWorkspace(): kept, BACKWARD, tensor="dk")  # noqa: B008
+    dear, looks = finder(KeptWorkspace, BACKWARD, tensor="dk"), []
+
+    def again(calls):
+        looks.append(calls)
+        return dear(calls)
+
+    assert len(minimise(case, cheap, preceding=before).calls) == 1, "the fault that this is about"
+    found = minimise(case, cheap, preceding=before, again=again)
+    assert len(found.calls) == 2
+    assert dear(found.calls).same(found.finding)
+    assert len(looks) < found.tried
+    for call in found.calls:
+        _fits(call, 2, 2, 4)
 
 
 def test_another_finding_is_not_the_same():

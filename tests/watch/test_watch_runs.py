@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+from collections import Counter
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import gradtruth
 from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.watch import WrongAttention
+from gradtruth.verify.watch.turns import Turns
 
 
 def causal(q, k, v):
@@ -413,3 +415,36 @@ def test_a_llama(way, dtype):
         f"model.layers.{n}.self_attn" for n in (1, 0)
     ]
     assert watched.record.calls.total() == 4
+
+
+def test_calls_take_turns():
+    """With six calls a step and four in each watched one: all in the first, then four, and the others next time."""
+    net, seen = model(layers=6), []
+    with gradtruth.watch(net, every=2, calls=4) as watched:
+        for _ in range(7):
+            before = Counter(watched.record.calls)
+            net(text()).sum().backward()
+            seen.append(sorted(layer for layer, _ in watched.record.calls - before))
+    every = [f"layers.{n}" for n in range(6)]
+    assert seen[0] == every
+    assert seen[1] == seen[3] == seen[5] == []
+    assert [len(x) for x in (seen[2], seen[4], seen[6])] == [4, 4, 4]
+    assert sorted({*seen[2], *seen[4]}) == every
+    assert "6 more had not their turn" in watched.summary()
+
+
+def test_ranks_begin_at_different_calls():
+    due = []
+    for rank in (0, 1):
+        turns = Turns(2)
+        turns.begin()
+        assert all(turns.due(rank) for _ in range(4))
+        turns.begin()
+        due.append([turns.due(rank) for _ in range(4)])
+    assert due[0] == [not x for x in due[1]]
+
+
+@pytest.mark.parametrize("calls", [0, -1, 1.5, True])
+def test_calls_that_are_no_number_are_refused(calls):
+    with pytest.raises(InvalidProblem, match=f"calls is {calls}, expected a positive int or None"):
+        gradtruth.watch(None, calls=calls)

@@ -32,7 +32,7 @@ from gradtruth.verify.doctor.examination import examine
 from gradtruth.verify.doctor.matrix import matrix
 from gradtruth.verify.doctor.programme import PROGRAMME, Item, case_of
 from gradtruth.verify.engine import steps_of
-from gradtruth.verify.findings import Row, Run, exit_code
+from gradtruth.verify.findings import PROCESS, Row, Run, Verdict, exit_code
 from gradtruth.verify.report.matrix import print_matrix
 
 __all__ = ["doctor"]
@@ -133,13 +133,36 @@ def _together(
     rows: list[Row] = []
     watch_compilers(triton=device.type == "cuda")
     before = compiling_seconds()
+    step = ""
     with progress(len(items) * steps_of(backends, checks)) as advance:
-        for event in examine(items, backends, checks, device):
-            if isinstance(event, Row):
-                rows.append(event)
-            else:
-                advance(event)
+        try:
+            for event in examine(items, backends, checks, device):
+                if isinstance(event, Row):
+                    rows.append(event)
+                else:
+                    step = event
+                    advance(event)
+        except KeyboardInterrupt:
+            # What is known is told.
+            rows.append(_stopped(step, rows, backends))
     return rows, compiling_seconds() - before
+
+
+def _stopped(step: str, rows: list[Row], backends: list[Backend]) -> Row:
+    """The row of an examination that was stopped in a step."""
+    case, _, asked = step.partition(": ")
+    same = next((row for row in rows if row.case == case), None)
+    name = asked.rpartition(" ")[0]
+    known = any(backend.name == name for backend in backends)
+    return Row(
+        case=case or "programme",
+        case_id=same.case_id if same else "",
+        problem=same.problem if same else "",
+        backend=name if known else backends[-1].name,
+        check=PROCESS,
+        verdict=Verdict.NOT_REACHED,
+        detail=(f"it was stopped in {step}; what follows was not asked",),
+    )
 
 
 def _shared_out(how: Apart, where: torch.device) -> Apart:

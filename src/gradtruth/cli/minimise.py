@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import typer
 
@@ -18,8 +19,8 @@ from gradtruth.errors import InvalidProblem
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import CHECKS, Check, named
 from gradtruth.verify.findings import PROCESS, ExitCode, Kind
-from gradtruth.verify.minimise.apart import finder_apart
-from gradtruth.verify.minimise.explicit import explicit
+from gradtruth.verify.minimise.apart import Worker, finder_apart
+from gradtruth.verify.minimise.explicit import explicit, in_memory
 from gradtruth.verify.minimise.finding import Calls, Finding, Shows, finder
 from gradtruth.verify.minimise.minimiser import Minimised
 from gradtruth.verify.minimise.minimiser import minimise as search
@@ -30,6 +31,7 @@ from gradtruth.verify.trial import support_of
 __all__ = ["minimise"]
 
 _SCRIPT_SECONDS = 600
+_DEAR = 3.0  # seconds of a look in a process of its own; then one process looks at many candidates
 
 
 def minimise(
@@ -95,18 +97,19 @@ def minimise(
     if looked is None:
         print(f"no finding: {files[-1].name} shows none with {backend}")
         raise typer.Exit(ExitCode.VERIFIED)
-    calls, finding = looked
+    calls, finding, dear = looked
     print(f"finding  {finding}")
     print(f"from     {_sizes(calls)}")
     again = checks if finding.check == PROCESS else named((finding.check,))
     with progress(None) as advance:
         found = search(
             calls[-1],
-            looker(again, finding.tensor, finding.kind),
+            looker.of(finding, again, kept=dear),
             preceding=calls[:-1],
             confirm=wanted,
             budget=Budget(evaluations=sys.maxsize, seconds=budget),
             progress=advance,
+            again=looker.of(finding, again, kept=False) if dear else None,
         )
     _report(found)
     found = _described(found, backend, Case.load(files[-1]).id)
@@ -122,11 +125,33 @@ class _Looker:
 
     backend: str
     shared: bool
+    worker: Worker = field(default_factory=Worker)
 
-    def __call__(self, checks: tuple[Check, ...], tensor: str | None, kind: Kind | None) -> Shows:
+    def __call__(
+        self,
+        checks: tuple[Check, ...],
+        tensor: str | None,
+        kind: Kind | None,
+        *,
+        memory: int | None = None,
+        kept: bool = False,
+    ) -> Shows:
+        about: _About = {"tensor": tensor, "kind": kind, "memory": memory}
         if self.shared:
-            return finder(lambda: get(self.backend), checks, tensor=tensor, kind=kind)
-        return finder_apart(self.backend, checks, tensor=tensor, kind=kind)
+            return finder(lambda: get(self.backend), checks, **about)
+        return finder_apart(self.backend, checks, worker=self.worker if kept else None, **about)
+
+    def of(self, finding: Finding, checks: tuple[Check, ...], *, kept: bool) -> Shows:
+        """The question whether calls show this finding."""
+        return self(checks, finding.tensor, finding.kind, memory=finding.memory, kept=kept)
+
+
+class _About(TypedDict):
+    """What a finding must be in."""
+
+    tensor: str | None
+    kind: Kind | None
+    memory: int | None
 
 
 def _first(
@@ -135,19 +160,44 @@ def _first(
     checks: tuple[Check, ...],
     about: tuple[str | None, Kind | None],
     looks: int,
-) -> tuple[Calls, Finding] | None:
-    """The finding to keep and the calls that show it."""
-    for check in checks:
-        shows = looker((check,), *about)
-        for _ in range(looks):
-            found = shows(calls)
-            if found is None:
-                continue
-            if check.name == "call_order" and len(calls) == 1:
-                written = explicit(calls[0], lambda values: looker(values, found.tensor, None))  # noqa: B023
-                return (calls, found) if written is None else written
-            return calls, found
+) -> tuple[Calls, Finding, bool] | None:
+    """The finding to keep, the calls that show it, and whether a look in a process of its own is dear."""
+    for at, check in enumerate(checks):
+        began = time.perf_counter()
+        found = _any(calls, looker((check,), *about), looks)
+        dear = not looker.shared and time.perf_counter() - began > _DEAR * looks
+        if found is None and dear and checks[at + 1 :]:
+            found = _any(calls, looker(checks[at + 1 :], *about, kept=True), looks)
+        if found is not None:
+            return *_written(calls, found, looker, about[1], dear=dear), dear
+        if dear:
+            return None
     return None
+
+
+def _any(calls: Calls, shows: Shows, looks: int) -> Finding | None:
+    """What the first look finds that finds something."""
+    return next((found for _ in range(looks) if (found := shows(calls)) is not None), None)
+
+
+def _written(
+    calls: Calls, found: Finding, looker: _Looker, kind: Kind | None, *, dear: bool
+) -> tuple[Calls, Finding]:
+    """The finding as one that a check of values makes, where memory or an earlier call brings it about."""
+    if found.check == PROCESS or found.tensor is None:
+        return calls, found
+    case = calls[-1]
+    held = in_memory(
+        case,
+        found,
+        lambda values, byte: looker(values, found.tensor, kind, memory=byte, kept=dear),
+    )
+    if held is not None:
+        return (case,), held
+    if found.check != "call_order" or len(calls) > 1:
+        return calls, found
+    written = explicit(case, lambda values: looker(values, found.tensor, None))
+    return (calls, found) if written is None else written
 
 
 def _refusal(calls: Calls, backend: Backend) -> str | None:

@@ -29,8 +29,9 @@ are the largest row norms and score. The sum is taken ``_DEVIATIONS`` times; doc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,23 +97,26 @@ def residuals(
     if dlse is not None:
         given["dlse"] = dlse
     where = places(problem, inputs)
-    for n in range(len(where)) if sequences is None else sequences:
-        for groups in _chunks(problem, where[n]):
-            rows = _Rows(problem, inputs, n, where[n], groups)
-            parts = {name: rows.take(name, x) for name, x in given.items() if name in _SIDES}
-            spread = {
-                name: rows.take(name, x) for name, x in (errors or {}).items() if name in _SIDES
-            }
-            norms = _Norms.of(problem, inputs, parts, coarse=coarse)
-            for law, left, right in _PRODUCTS:
-                if {*left, *right} <= set(parts):
-                    yield from _product(law, rows, (left, right), parts, spread, norms)
-            if problem.spec.softcap is None and _needed_for_sum(problem, dlse) <= set(parts):
-                yield from _key_sum(rows, parts, spread, norms)
+    some = list(range(len(where)) if sequences is None else sequences)
+    most = _added(problem, inputs)
+    found: list[_Found] = []
+    limit = _ELEMENTS if inputs.q.device.type == "cpu" else _ELEMENTS_OF_A_DEVICE
+    for numbers, groups in _batches(problem, where, some, limit):
+        rows = _Rows(problem, inputs, [where[n] for n in numbers], numbers, groups)
+        parts = {name: rows.take(name, x) for name, x in given.items() if name in _SIDES}
+        spread = {name: rows.take(name, x) for name, x in (errors or {}).items() if name in _SIDES}
+        norms = _Norms.of(problem, parts, most, coarse=coarse)
+        for law, left, right in _PRODUCTS:
+            if {*left, *right} <= set(parts):
+                found.append(_product(law, rows, (left, right), parts, spread, norms))
+        if problem.spec.softcap is None and _needed_for_sum(problem, dlse) <= set(parts):
+            found.append(_key_sum(rows, parts, spread, norms))
+    yield from _on_host(found)
 
 
 _DEVIATIONS = 8.0  # of one eps; a rounding errs by 0.29 of one, partial sums in a low dtype by more
-_ELEMENTS = 1 << 22  # of one tensor that are looked at in one go
+_ELEMENTS = 1 << 22  # of one tensor that are looked at in one go on a CPU
+_ELEMENTS_OF_A_DEVICE = 1 << 23  # there each go costs what its operators cost the host
 _HIDING = 1e4  # a bias beyond this hides a key and rounds no score
 _LINES = ("lse", "dlse")
 _QUERY, _KEY = ("q", "dq", "out", "dout", *_LINES), ("k", "v", "dk", "dv")
@@ -128,22 +132,43 @@ def _needed_for_sum(problem: Problem, dlse: Tensor | None) -> set[str]:
     return needed
 
 
-def _chunks(problem: Problem, place: Place) -> Iterator[slice]:
-    """Ranges of KV heads that are looked at in one go."""
-    longest = max(place.length_q * problem.group_size, place.length_kv, 1)
-    step = max(1, _ELEMENTS // (longest * max(problem.head_dim_qk, problem.head_dim_v)))
-    for first in range(0, problem.num_gqa_groups, step):
-        yield slice(first, min(first + step, problem.num_gqa_groups))
+def _batches(
+    problem: Problem, where: Sequence[Place], sequences: Sequence[int], limit: int
+) -> Iterator[tuple[list[int], slice]]:
+    """(sequences, range of KV heads) that are looked at in one go: several sequences with all heads, or some of one's.
+
+    One after the other costs a GPU's host more than the sums themselves.
+    """
+    heads, width = problem.num_gqa_groups, max(problem.head_dim_qk, problem.head_dim_v)
+    many: list[int] = []
+    for n in sequences:
+        if many and _longest(problem, where, [*many, n]) * heads * width * (len(many) + 1) > limit:
+            yield many, slice(0, heads)
+            many = []
+        step = max(1, limit // (_longest(problem, where, [n]) * width))
+        if step < heads:
+            for first in range(0, heads, step):
+                yield [n], slice(first, min(first + step, heads))
+        else:
+            many.append(n)
+    if many:
+        yield many, slice(0, heads)
+
+
+def _longest(problem: Problem, where: Sequence[Place], sequences: Sequence[int]) -> int:
+    """Rows of one KV head, on the longer side."""
+    sides = ((where[n].length_q * problem.group_size, where[n].length_kv) for n in sequences)
+    return max(1, *(length for side in sides for length in side))
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The share of one sequence and some KV heads of every tensor."""
+    """The share of some sequences and KV heads of every tensor; one axis N * G has all, sequence by sequence."""
 
     problem: Problem
     inputs: Inputs
-    n: int
-    place: Place
+    where: list[Place]
+    numbers: list[int]
     groups: slice
 
     @property
@@ -152,24 +177,50 @@ class _Rows:
         size = self.problem.group_size
         return slice(self.groups.start * size, self.groups.stop * size)
 
+    @property
+    def length_q(self) -> int:
+        """Queries of the longest sequence."""
+        return max(place.length_q for place in self.where)
+
     def take(self, name: str, tensor: Tensor) -> Tensor:
-        """fp64 [G, R * S, D] on the query side, [G, T, D] on the key side, 0 where hidden; lse has one channel."""
-        problem = self.problem
-        row = 0 if problem.layout == "thd" else self.n
-        at = self.place.keys if name in _KEY else self.place.queries
-        heads = self.groups if name in _KEY else self.heads
+        """fp64 [N * G, R * S, D] on the query side, [N * G, T, D] on the key side; lse has one channel.
+
+        0 where a place is hidden, and behind the end of a sequence that is not the longest.
+        """
+        keys, layout = name in _KEY, self.problem.layout
+        heads = self.groups if keys else self.heads
         if name in _LINES:
-            part = canonical_lse(tensor, problem.layout)[row, heads, at].unsqueeze(-1)
+            whole = canonical_lse(tensor, layout).transpose(1, 2)[:, :, heads].unsqueeze(-1)
         else:
-            part = canonical(tensor, problem.spec.layout)[row, at, heads].transpose(0, 1)
-        side = "kv" if name in _KEY else "q"
-        mask = getattr(self.inputs, f"padding_mask_{side}")
+            whole = canonical(tensor, layout)[:, :, heads]
+        part, hidden = self._places(whole, keys=keys)
         part = part.double()
-        if mask is not None and problem.layout != "thd":
-            part = part.masked_fill(mask[self.n, at].view(1, -1, 1), 0.0)
-        many = self.groups.stop - self.groups.start
-        length = part.shape[1] * (part.shape[0] // many)
-        return part.reshape(many, length, part.shape[-1])
+        if hidden is not None:
+            part = part.masked_fill(hidden[..., None, None], 0.0)
+        many = len(self.numbers) * (self.groups.stop - self.groups.start)
+        part = part.transpose(1, 2)
+        return part.reshape(many, -1 if part.numel() else 0, part.shape[-1])
+
+    def _places(self, whole: Tensor, *, keys: bool) -> tuple[Tensor, Tensor | None]:
+        """[N, places, heads, D] of [B', S', heads, D], and bool [N, places] of what is hidden there."""
+        starts = [place.start_kv if keys else place.start_q for place in self.where]
+        lengths = [place.length_kv if keys else place.length_q for place in self.where]
+        thd = self.problem.layout == "thd"
+        mask = None if thd else getattr(self.inputs, f"padding_mask_{'kv' if keys else 'q'}")
+        first, last = self.numbers[0], self.numbers[-1] + 1
+        alike = len({*zip(starts, lengths, strict=True)}) == 1
+        if alike and last - first == len(self.numbers) and (not thd or len(lengths) == 1):
+            rows = slice(0, 1) if thd else slice(first, last)
+            at = slice(starts[0], starts[0] + lengths[0])
+            return whole[rows, at], None if mask is None else mask[rows, at]
+        begin, length, rows = torch.tensor(
+            [starts, lengths, [0] * len(starts) if thd else self.numbers], device=whole.device
+        )[..., None]
+        offsets = torch.arange(max(lengths), device=whole.device)
+        beyond = offsets >= length
+        at = (begin + offsets).masked_fill(beyond, 0)
+        hidden = beyond if mask is None else beyond | mask[rows, at]
+        return whole[rows, at], hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +242,13 @@ class _Norms:
 
     @staticmethod
     def of(
-        problem: Problem, inputs: Inputs, parts: Mapping[str, Tensor], *, coarse: bool
+        problem: Problem, parts: Mapping[str, Tensor], added: Tensor | float, *, coarse: bool
     ) -> _Norms:
         spec, rounding = problem.spec, rounding_of(problem)
         ratio = 1.0 if coarse else rounding.ratio
         size = {name: parts[name].norm(dim=-1) for name in ("q", "k", "v", "dout")}
         most = {name: _largest(size[name]) for name in ("q", "k", "v")}
-        score = abs(problem.scale) * most["q"] * most["k"]
-        if inputs.bias is not None and inputs.bias.numel():
-            bias = inputs.bias.detach().abs()
-            score = score + bias.masked_fill(bias > _HIDING, 0).max().double()
-        if inputs.alibi_slopes is not None:
-            score = score + inputs.alibi_slopes.abs().max().double() * problem.seqlen_kv
+        score = abs(problem.scale) * most["q"] * most["k"] + added
         kept = 1.0 if spec.dropout_p in (0.0, 1.0) else 1.0 / (1.0 - spec.dropout_p)
         weight = size["dout"] * most["v"].unsqueeze(-1) * kept
         if "dlse" in parts:
@@ -214,6 +260,17 @@ class _Norms:
             row=weight.norm(dim=-1),
             query=abs(problem.scale) * (size["q"] * weight).norm(dim=-1),
         )
+
+
+def _added(problem: Problem, inputs: Inputs) -> Tensor | float:
+    """The largest that is added to the product of a query and a key."""
+    found: Tensor | float = 0.0
+    if inputs.bias is not None and inputs.bias.numel():
+        bias = inputs.bias.detach().abs()
+        found = found + bias.masked_fill(bias > _HIDING, 0).max().double()
+    if inputs.alibi_slopes is not None:
+        found = found + inputs.alibi_slopes.abs().max().double() * problem.seqlen_kv
+    return found
 
 
 def _largest(rows: Tensor) -> Tensor:
@@ -228,9 +285,9 @@ def _product(
     parts: Mapping[str, Tensor],
     spread: Mapping[str, Tensor],
     norms: _Norms,
-) -> Iterator[Residual]:
+) -> _Found:
     """<left> - <right> per KV head."""
-    sums, sizes, variance = [], [], torch.zeros(())
+    sums, sizes, variance = [], [], torch.zeros_like(norms.key)
     bound = norms.fine * norms.key * norms.query
     if law == "B":
         bound = (norms.eps + norms.fine) * norms.row
@@ -243,7 +300,7 @@ def _product(
             if mine in spread:
                 variance = variance + (spread[mine] * parts[other]).square().sum((1, 2))
     value = (sums[0] - sums[1]).abs()
-    yield from _heads(law, rows, value, sizes[0] + sizes[1], variance.sqrt(), bound)
+    return _found(law, rows, (value, sizes[0] + sizes[1], variance.sqrt(), bound))
 
 
 def _key_sum(
@@ -251,7 +308,7 @@ def _key_sum(
     parts: Mapping[str, Tensor],
     spread: Mapping[str, Tensor],
     norms: _Norms,
-) -> Iterator[Residual]:
+) -> _Found:
     """|sum_j dk_j - scale * sum_i (p_sink_i * delta_i + dlse_i) q_i| per KV head."""
     problem, inputs = rows.problem, rows.inputs
     expected: Tensor | float = 0.0
@@ -263,11 +320,8 @@ def _key_sum(
             sink = torch.zeros(problem.num_heads, dtype=torch.float64)
             if inputs.softmax_offset is not None:
                 sink = inputs.softmax_offset.double()
-            logit = (
-                sink.to(taken.device)[rows.heads]
-                .repeat_interleave(rows.place.length_q)
-                .view_as(taken)
-            )
+            shape = (len(rows.numbers), -1, rows.length_q)
+            logit = sink.to(taken.device)[rows.heads].view(1, -1, 1).expand(shape).reshape_as(taken)
             delta = (parts["out"] * parts["dout"]).sum(-1, keepdim=True)
             delta = delta if line is None else delta - line
             # Without a visible key p_sink is 1, and what is added below takes this back.
@@ -281,13 +335,29 @@ def _key_sum(
     if "dk" in spread:
         rounding = spread["dk"].square().sum((1, 2)).sqrt()
     bound = norms.eps * parts["dk"].norm(dim=(1, 2)) + (norms.eps + norms.fine) * norms.query
-    yield from _heads("C", rows, value, size, rounding, bound)
+    return _found("C", rows, (value, size, rounding, bound))
 
 
-def _heads(
-    law: str, rows: _Rows, value: Tensor, size: Tensor, rounding: Tensor, bound: Tensor
-) -> Iterator[Residual]:
-    """One residual per KV head, from [G] each."""
-    columns = (value, size, rounding.to(value).expand_as(value), _DEVIATIONS * bound)
-    for head, found in enumerate(torch.stack(columns, 1).tolist()):
-        yield Residual(law, rows.n, rows.groups.start + head, *found)
+class _Found(NamedTuple):
+    """One law in some sequences: fp64 [N * G, 4] of value, size, rounding and bound."""
+
+    law: str
+    numbers: list[int]
+    groups: slice
+    columns: Tensor
+
+
+def _found(law: str, rows: _Rows, columns: tuple[Tensor, Tensor, Tensor, Tensor]) -> _Found:
+    *values, bound = columns
+    return _Found(law, rows.numbers, rows.groups, torch.stack((*values, _DEVIATIONS * bound), 1))
+
+
+def _on_host(found: list[_Found]) -> Iterator[Residual]:
+    """Everything that was found; a device is waited for once."""
+    if not found:
+        return
+    columns = iter(torch.cat([each.columns for each in found]).tolist())
+    for each in found:
+        for n in each.numbers:
+            for head in range(each.groups.start, each.groups.stop):
+                yield Residual(each.law, n, head, *next(columns))

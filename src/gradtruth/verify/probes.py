@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ _TOLERANCE_FINE = (
     3.0  # where sums round as coarsely as results, so that rows err less independently
 )
 _LARGEST = 65504.0  # of fp16
-_BLOCK = 1 << 18  # elements of one [R, block, T] tensor
+_BLOCK = 1 << 18  # elements of one [R, block, T] tensor on a CPU: what its caches hold
+_BLOCK_OF_A_DEVICE = 1 << 22  # there a block costs what its operators cost the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,31 @@ def probe_spot(
     """
     with torch.no_grad():
         part = _Part(problem, inputs, found, upstream, spot)
-        return [*part.rows(), *part.columns()]
+        judged = part.judged({**part.rows(), **part.columns()})
+        if any(not row.passed for name in ("out", "lse") for row in judged.get(name, ())):
+            judged |= part.from_a_wrong_out(judged.get("dq", []))
+        return [row for rows in judged.values() for row in rows]
+
+
+class _Compared(NamedTuple):
+    """What was computed beside what is right: fp64 [heads, rows, dims] each."""
+
+    measured: Tensor
+    exact: Tensor
+    size: Magnitude
+
+
+def _on_host(compared: Mapping[str, _Compared]) -> dict[str, _Compared]:
+    """The same tensors on the host, in one copy."""
+    flat = [x for each in compared.values() for x in (*each[:2], each.size.bound, each.size.spread)]
+    if not flat or flat[0].device.type == "cpu":
+        return dict(compared)
+    pieces = torch.cat([x.reshape(-1) for x in flat]).cpu().split([x.numel() for x in flat])
+    moved = iter([piece.view(x.shape) for piece, x in zip(pieces, flat, strict=True)])
+    return {
+        name: _Compared(next(moved), next(moved), Magnitude(next(moved), next(moved)))
+        for name in compared
+    }
 
 
 class _Part:
@@ -236,30 +262,29 @@ class _Part:
 
     # ------------------------------------------------------------ rows
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> dict[str, _Compared]:
         """out, lse and dq of the chosen queries."""
-        count = len(self.spot.rows)
-        if not count:
-            return
-        chosen = self._sequence(queries=self._index(self.spot.rows))
-        exact = self._rows_of(chosen, None)
-        right = True
-        for name in ("out", "lse"):
-            tensor = getattr(self.found, name)
-            if tensor is not None:
-                found = list(self._verdicts(name, self._measured(chosen, name), exact[name]))
-                right = right and all(row.passed for row in found)
-                yield from found
-        if self.found.dq is None or "dq" not in exact:
-            return
-        measured = self._measured(chosen, "dq")
-        found = list(self._verdicts("dq", measured, exact["dq"]))
-        if not right and self.found.out is not None and not all(row.passed for row in found):
-            # From a wrong out, right is what belongs to that out.
-            given = self._rows_of(chosen, self.found.out)
-            other = self._verdicts("dq", measured, given["dq"])
-            found = [min(pair, key=lambda row: row.used) for pair in zip(found, other, strict=True)]
-        yield from found
+        if not self.spot.rows:
+            return {}
+        exact = self._rows_of(self._queries, None)
+        return {
+            name: _Compared(self._measured(name), *exact[name])
+            for name in ("out", "lse", "dq")
+            if name in exact and getattr(self.found, name) is not None
+        }
+
+    def from_a_wrong_out(self, found: list[Row]) -> dict[str, list[Row]]:
+        """dq again: from a wrong out, right is also what belongs to that out."""
+        if self.found.out is None or all(row.passed for row in found):
+            return {}
+        exact = self._rows_of(self._queries, self.found.out)["dq"]
+        other = self.judged({"dq": _Compared(self._measured("dq"), *exact)})["dq"]
+        return {"dq": [min(x, key=lambda row: row.used) for x in zip(found, other, strict=True)]}
+
+    @cached_property
+    def _queries(self) -> scoring.Sequence:
+        """The chosen queries, and all keys."""
+        return self._sequence(queries=self._index(self.spot.rows))
 
     def _rows_of(
         self, chosen: scoring.Sequence, given: Tensor | None
@@ -288,11 +313,11 @@ class _Part:
 
     # ------------------------------------------------------------ columns
 
-    def columns(self) -> Iterator[Row]:
+    def columns(self) -> dict[str, _Compared]:
         """dk and dv of the chosen keys."""
         names = [name for name in ("dk", "dv") if getattr(self.found, name) is not None]
         if not self.spot.columns or not names or self.dout is None:
-            return
+            return {}
         chosen = self._sequence(keys=self._index(self.spot.columns))
         dims = {"dk": self.problem.head_dim_qk, "dv": self.problem.head_dim_v}
         sums = {n: Sum((1, len(self.spot.columns), 1, dims[n]), self.device) for n in names}
@@ -309,11 +334,13 @@ class _Part:
             block, gradient = self._recomputed(every, self._attend(every, first, count), dout, dlse)
             gradients.add_gradient(block, gradient, dout)
         gradients.store()
+        found = {}
         for name in names:
             tensor = canonical(getattr(self.found, name), self.layout)[self._row, self.place.keys]
             index = self._index(self.spot.columns)
             measured = tensor[index, self.spot.group].double().unsqueeze(0)
-            yield from self._verdicts(name, measured, self._finished(sums[name]))
+            found[name] = _Compared(measured, *self._finished(sums[name]))
+        return found
 
     def _given(self, chosen: scoring.Sequence, first: int, count: int) -> Block:
         """A block of queries from out and lse as they were returned."""
@@ -387,7 +414,8 @@ class _Part:
 
     def _blocks(self, queries: int, keys: int) -> Iterator[tuple[int, int]]:
         """(first, count) of blocks of queries."""
-        step = max(1, _BLOCK // max(1, self.problem.num_heads * keys))
+        most = _BLOCK if self.device.type == "cpu" else _BLOCK_OF_A_DEVICE
+        step = max(1, most // max(1, self.problem.num_heads * keys))
         for first in range(0, queries, step):
             yield first, min(step, queries - first)
 
@@ -424,7 +452,7 @@ class _Part:
             return dout, None
         return dout, sequence.take_row(self._own_lse(self.dlse), 0.0)[at]
 
-    def _measured(self, chosen: scoring.Sequence, name: str) -> Tensor:
+    def _measured(self, name: str) -> Tensor:
         """[R, r, D] of a result on the query side, as it is: hidden places are not made 0."""
         tensor, index = getattr(self.found, name), self._index(self.spot.rows)
         if name == "lse":
@@ -440,31 +468,32 @@ class _Part:
         bound, spread = (x[0].transpose(0, 1) for x in (size.bound, size.spread))
         return total.value[0].transpose(0, 1), Magnitude(bound, spread)
 
-    def _verdicts(
-        self, name: str, measured: Tensor, exact: tuple[Tensor, Magnitude]
-    ) -> Iterator[Row]:
-        """One row per head of [heads, rows, dims]."""
-        oracle, size = exact
-        many = measured.shape[1]
+    def judged(self, compared: Mapping[str, _Compared]) -> dict[str, list[Row]]:
+        """Per tensor one row per head. On the host, and a device is waited for once: the tensors are small."""
+        return {name: self._judged(name, each) for name, each in _on_host(compared).items()}
+
+    def _judged(self, name: str, each: _Compared) -> list[Row]:
+        many = each.measured.shape[1]
         if name == "lse":
             independent = 1
         elif name in ("dk", "dv"):
             independent = max(1, min(many, self.place.length_q * self.problem.num_heads))
         else:
             independent = many
-        keep = self._numbers(measured, size)
+        keep = self._numbers(each)
         times = _TOLERANCE if self.rounding.ratio < 1.0 else _TOLERANCE_FINE
-        parts = [measured, oracle, oracle, times * size.bound, times * size.spread]
+        value, size = each.exact, each.size
+        parts = [each.measured, value, value, times * size.bound, times * size.spread]
         base = self.spot.group if name in ("dk", "dv") else self.heads.start
-        for row in judge(self.problem, name, parts, self.spot.sequence, independent):
-            if keep[row.head or 0]:
-                yield replace(row, head=base + (row.head or 0))
+        rows = judge(self.problem, name, parts, self.spot.sequence, independent)
+        return [replace(row, head=base + (row.head or 0)) for row in rows if keep[row.head or 0]]
 
-    def _numbers(self, measured: Tensor, size: Magnitude) -> list[bool]:
+    def _numbers(self, each: _Compared) -> list[bool]:
         """Per head: not merely too large for fp16, as gradients are where a loss scale is too large."""
-        if self.problem.torch_dtype != torch.float16:
-            return [True] * measured.shape[0]
-        lost = ~measured.isfinite() & ((size.bound >= _LARGEST) | self._large_products)
+        lost = ~each.measured.isfinite()
+        if self.problem.torch_dtype != torch.float16 or not bool(lost.any()):
+            return [True] * lost.shape[0]
+        lost &= (each.size.bound >= _LARGEST) | self._large_products
         return (~lost.flatten(1).any(1)).tolist()
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -31,11 +31,13 @@ class Scale:
         values: of the oracle, fp64.
         magnitudes: size of their rounding errors.
         yardstick: what the yardstick returned; NaN, which allows nothing, where it failed.
+        foreign: of a backward from an out and lse that were given.
     """
 
     values: Mapping[str, Tensor]
     magnitudes: Mapping[str, Magnitude]
     yardstick: Mapping[str, Tensor]
+    foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,8 @@ class Standard:
         def run() -> dict[str, Tensor]:
             return run_backward(self.case, get(_YARDSTICK), self.given).tensors
 
-        return self._scale(truth, self._kept("foreign yardstick", run, on_device=True))
+        found = self._kept("foreign yardstick", run, on_device=True)
+        return replace(self._scale(truth, found), foreign=True)
 
     def prepare(self, *, yardstick: bool, foreign: bool) -> None:
         """Run what the scales need, for the shelf.
@@ -153,6 +156,7 @@ class Standard:
             scale.values[name],
             scale.magnitudes[name],
             scale.yardstick[name],
+            foreign=scale.foreign,
         )
 
     def apart(self, name: str, tensor: Tensor, other: Tensor) -> list[budget.Row]:

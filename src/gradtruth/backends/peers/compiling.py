@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
-__all__ = ["compiling", "compiling_seconds", "watch_compilers"]
+__all__ = ["compiling", "compiling_seconds", "watch_compilers", "watch_cute"]
+
+_CUTE = "cutlass.base_dsl.compiler"
 
 
 class _Clock:
@@ -15,6 +19,7 @@ class _Clock:
 
     def __init__(self) -> None:
         self.seconds, self._depth, self._start = 0.0, 0, 0.0
+        self.watching = False
 
     def enter(self, _: object = None) -> None:
         """A span begins."""
@@ -48,7 +53,7 @@ def compiling() -> Iterator[None]:
 
 
 def compiling_seconds() -> float:
-    """Seconds so far: of ``compiling`` blocks, and of torch.compile and Triton since ``watch_compilers``.
+    """Seconds so far: of ``compiling`` blocks, and of torch.compile, Triton and CuTe since ``watch_compilers``.
 
     What libraries compile or plan out of sight, in a C++ call, is not in it.
     """
@@ -65,8 +70,24 @@ def watch_compilers(*, triton: bool) -> None:
 
     callback_handler.register_start_callback(_CLOCK.enter)
     callback_handler.register_end_callback(_CLOCK.leave)
+    _CLOCK.watching = True
     if triton:
         _watch_triton()
+
+
+def watch_cute() -> None:
+    """Count what CuTe DSL compiles in a process that watches; call it where a library that uses it is imported."""
+    compiler = getattr(sys.modules.get(_CUTE), "CompileCallable", None)
+    if compiler is None or not _CLOCK.watching or hasattr(compiler.__call__, "__wrapped__"):
+        return
+    compile_ = compiler.__call__
+
+    @wraps(compile_)
+    def call(*arguments: Any, **options: Any) -> Any:
+        with compiling():
+            return compile_(*arguments, **options)
+
+    compiler.__call__ = call
 
 
 def _watch_triton() -> None:

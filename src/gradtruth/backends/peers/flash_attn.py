@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradtruth.backends.peers.bands import band_reasons, common_reasons, widths
 from gradtruth.backends.peers.compact import Compact
+from gradtruth.backends.peers.compiling import watch_cute
 from gradtruth.backends.peers.installed import library_on_cuda
 from gradtruth.backends.peers.operands import aligned, finite_rows, halves_only, head_dims
 from gradtruth.backends.peers.refusals import unable
@@ -106,6 +107,7 @@ class _Flash(Varlen):
     ) -> tuple[Tensor, Tensor | None]:
         """out and lse; whether lse is asked for, and how, differs between the generations and their releases."""
         call = getattr(import_module(self.module), function)
+        watch_cute()
         known = signature(call).parameters
         for name in ("return_attn_probs", "return_lse"):
             if name in known:

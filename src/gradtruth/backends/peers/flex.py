@@ -236,7 +236,8 @@ def _score_mod(
     if inputs.bias is not None:
         # On the CPU in fp64, so that its gradient, a sum over whatever was broadcast, is rounded once.
         on_cpu = inputs.bias.device.type == "cpu"
-        pick, tensors = _lookup(inputs.bias.double() if on_cpu else inputs.bias, places)
+        bias = inputs.bias.double() if on_cpu else _of_every_head(inputs.bias, problem.num_heads)
+        pick, tensors = _lookup(bias, places)
     biased = len(tensors)
     slopes = inputs.alibi_slopes
     if slopes is not None:
@@ -261,6 +262,16 @@ def _score_mod(
         return score
 
     return score_mod, tuple(tensors)
+
+
+def _of_every_head(bias: Tensor, heads: int) -> Tensor:
+    """A bias with a head dim longer than 1: torch 2.11 can't compile its gradient where each index was looked up.
+
+    The head is the one index that is not; in a dim of one it would be dropped.
+    """
+    if bias.shape[1] > 1 or bias.numel() == 0:
+        return bias
+    return bias.expand(-1, max(heads, 2), -1, -1).contiguous()
 
 
 def _lookup(tensor: Tensor, places: Places) -> tuple[Callable[..., Tensor], list[Tensor]]:

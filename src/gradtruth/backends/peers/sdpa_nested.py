@@ -10,12 +10,13 @@ from torch.nn import functional as F
 
 from gradtruth.backends.peers.bands import band_reasons, common_reasons
 from gradtruth.backends.peers.compact import Compact
+from gradtruth.backends.peers.operands import aligned
 from gradtruth.backends.peers.refusals import unable
 from gradtruth.backends.peers.varlen import Varlen
 from gradtruth.backends.protocol import Backend
 from gradtruth.core.problem import Problem
 from gradtruth.core.support import Reason, ReasonCode
-from gradtruth.core.tensors import Inputs
+from gradtruth.core.tensors import Forward, Grads, Inputs, Wanted
 
 __all__ = ["create"]
 
@@ -83,6 +84,19 @@ class SdpaNested(Varlen):
             )
         return out.transpose(1, 2).values().to(inputs.q.dtype), None
 
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        forward: Forward,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        """By autograd; on CUDA from a dout whose rows start at multiples of 16 bytes: any other ends the process."""
+        given = aligned(dout) if dout.device.type == "cuda" else dout
+        return super().backward(problem, inputs, forward, given, dlse, wanted)
+
 
 def _causal_reasons(problem: Problem, device: torch.device) -> list[Reason]:
     if device.type == "cpu":
@@ -108,8 +122,11 @@ def _cuda_reasons(problem: Problem) -> list[Reason]:
 
 
 def _nested(tokens: Tensor, offsets: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[tokens, H, D] as a jagged [B, H, j, D]. The plain kernel wants the tokens contiguous."""
+    """[tokens, H, D] as a jagged [B, H, j, D]. The plain kernel wants the tokens contiguous, the others aligned."""
     found = torch.nested.nested_tensor_from_jagged(
-        tokens.contiguous(), offsets.long(), min_seqlen=min(lengths), max_seqlen=max(lengths)
+        aligned(tokens).contiguous(),
+        offsets.long(),
+        min_seqlen=min(lengths),
+        max_seqlen=max(lengths),
     )
     return found.transpose(1, 2)

@@ -33,12 +33,15 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
     if torch.cuda.mem_get_info(device)[0] < _NEEDED:
         yield NotReached("less than 12 GiB of the device are free")
         return
-    compact = _case(subject.case)
-    refusal = subject.supports(compact)
-    if refusal is not None:
-        yield NotReached(refusal)
+    # Some take no mask only, some causal ones only.
+    forms = [_case(subject.case, spec) for spec in (Spec(), Spec(right=0))]
+    reasons = [subject.supports(form) for form in forms]
+    if None not in reasons:
+        yield NotReached(reasons[0] or "")
         return
-    own = Subject(compact, subject.backend, subject.standard.derived("large_offsets", compact))
+    compact = forms[reasons.index(None)]
+    key = f"large_offsets {compact.problem.label()}"
+    own = Subject(compact, subject.backend, subject.standard.derived(key, compact))
     if own.first.error is not None:
         yield NotReached(f"the compact call raised {own.first.error}")
         return
@@ -58,10 +61,10 @@ def _run(subject: Subject) -> Iterator[Judged | NotReached]:
         yield from differences(own, found, own.first.tensors, f"compact tensors, with {name} apart")
 
 
-def _case(case: Case) -> Case:
+def _case(case: Case, spec: Spec) -> Case:
     shape, dtype = (1, _ROWS, 1, 64), case.problem.torch_dtype
     q, k, v, dout = (noise(at, *shape, device=case.device).to(dtype) for at in range(1, 5))
-    return Case.of(Spec(), Inputs(q=q, k=k, v=v), dout)
+    return Case.of(spec, Inputs(q=q, k=k, v=v), dout)
 
 
 def _apart(own: Subject, name: str) -> dict[str, Tensor] | str:

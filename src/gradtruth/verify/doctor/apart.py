@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import Future, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from gradtruth.backends import get
 from gradtruth.verify.checks import named
+from gradtruth.verify.doctor.deal import Deal
 from gradtruth.verify.doctor.programme import PROGRAMME
 from gradtruth.verify.doctor.worker import LOST, Part, examine_part, prepare_item
 from gradtruth.verify.findings import PROCESS, SUPPORT, Kind, Row, Verdict, row_of_json
@@ -29,7 +32,25 @@ from gradtruth.verify.findings import PROCESS, SUPPORT, Kind, Row, Verdict, row_
 __all__ = ["Apart", "Examined", "examine_apart", "parts_of", "steps_apart"]
 
 _PARTS = 3  # of a backend's programme: enough to deal evenly, few enough that the start of a process does not count
+_PARTS_ON_A_GPU = {
+    "flex": 12,
+    "flash_attn_4": 10,
+    "flash_attn_3": 4,
+    "aten_cudnn_varlen": 4,
+    "fla": 4,
+    "te_module": 4,
+    "te_fused": 4,
+    "cudnn": 4,
+    "sdpa_flash": 1,
+    "sdpa_efficient": 1,
+    "sdpa_cudnn": 1,
+    "sdpa_nested": 1,
+    "flash_attn_2": 2,
+    "xformers": 2,
+}  # those that compile take most of the time, and the start of a process is long beside those that take few problems
+_STOPPED = "it was stopped"
 _LOST_WORDS = "an error on the GPU that no later call of a process survives"
+_GRACE = 5.0  # seconds for killed processes to be gone
 _AT_ONCE = 4  # processes of checks that make problems of their own: they take up to 12 GiB of a GPU
 
 
@@ -76,7 +97,8 @@ def parts_of(backend: str, how: Apart) -> list[tuple[tuple[str, ...], tuple[str,
     asked = named(tuple(how.checks))
     own = tuple(check.name for check in asked if check.once)
     others = tuple(check.name for check in asked if not check.once)
-    size = max(1, -(-len(how.cases) // _PARTS))
+    many = _PARTS if how.device == "cpu" else _PARTS_ON_A_GPU.get(backend, _PARTS)
+    size = max(1, -(-len(how.cases) // many))
     slices = [tuple(how.cases[at : at + size]) for at in range(0, len(how.cases), size)]
     found = [(cases, others) for cases in slices] if others else []
     return [*found, (tuple(how.cases), own)] if own else found
@@ -84,28 +106,84 @@ def parts_of(backend: str, how: Apart) -> list[tuple[tuple[str, ...], tuple[str,
 
 def examine_apart(backends: Sequence[str], how: Apart) -> Iterator[str | Examined]:
     """Yields a text when a process is done, and at last the result."""
-    with tempfile.TemporaryDirectory() as folder, _pool(how.jobs) as pool:
-        deal = _Deal(how, Path(folder))
-        shelved = {name: pool.submit(deal.prepare, name) for name in _dearest_first(how.cases)}
-        found: dict[str, list[Future[list[Row]]]] = {name: [] for name in backends}
-        # The last ones compile, so they begin first.
-        for name in reversed(backends):
-            for at, (cases, checks) in enumerate(parts_of(name, how)):
-                part = deal.part(name, f"{backends.index(name)}-{at}", cases, checks)
-                waits = [shelved[case] for case in cases]
-                found[name].append(pool.submit(deal.examine, part, waits))
-        names: dict[Future[Any], str] = {future: name for name, future in shelved.items()}
-        names |= {future: name for name, futures in found.items() for future in futures}
-        try:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        processes = _Processes(how, Path(folder))
+        parts = {name: _parts(name, at, how, Path(folder)) for at, name in enumerate(backends)}
+        with Deal(how.jobs) as deal, _interruptible(partial(_stop, deal, processes)):
+            found, names = _dealt(deal, processes, parts)
             for future in as_completed(names):
-                future.result()
-                yield names[future]
-        except KeyboardInterrupt:
-            # What is known is told.
-            deal.stop()
-            pool.shutdown(wait=True, cancel_futures=True)
-        rows = [row for name in backends for row in _told(name, found[name])]
-    yield Examined(rows, deal.clock.compiling())
+                if not future.cancelled():
+                    future.result()
+                    yield names[future]
+            rows = [row for name in backends for row in _told(name, found[name])]
+    yield Examined(rows, processes.clock.compiling())
+
+
+def _stop(deal: Deal, processes: _Processes) -> None:
+    deal.close(cancel=True)
+    processes.stop()
+
+
+@contextmanager
+def _interruptible(stop: Callable[[], None]) -> Iterator[None]:
+    """A ^C stops, so that what is known is told; a second one, as ``timeout`` sends it, changes nothing.
+
+    Args:
+        stop: called in a thread of its own, since a handler may find any lock held.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: threading.Thread(target=stop).start())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+_Found = dict[str, list[Future[list[Row]]]]
+
+
+def _dealt(
+    deal: Deal, processes: _Processes, parts: dict[str, list[Part]]
+) -> tuple[_Found, dict[Future[Any], str]]:
+    """Deal everything: what is held against first, then those that are cut into most parts, for they take longest.
+
+    Returns:
+        Futures of the rows by backend, and of all the name.
+    """
+    how = processes.how
+    shelved = {
+        name: deal.add(partial(processes.prepare, name)) for name in _dearest_first(how.cases)
+    }
+    found: _Found = {name: [] for name in parts}
+    order = list(parts)
+    # Of those with as many parts the last ones compile, so they begin first.
+    for name in sorted(parts, key=lambda name: (len(parts[name]), order.index(name)), reverse=True):
+        for part in parts[name]:
+            waits = [shelved[case] for case in part.cases]
+            may_begin = partial(processes.may_begin, part, waits)
+            found[name].append(deal.add(partial(processes.examine, part), may_begin))
+    names: dict[Future[Any], str] = {future: name for name, future in shelved.items()}
+    names |= {future: name for name, futures in found.items() for future in futures}
+    deal.close(cancel=False)
+    return found, names
+
+
+def _parts(backend: str, at: int, how: Apart, folder: Path) -> list[Part]:
+    """The parts of a backend, each with a file of its own."""
+    return [
+        Part(
+            backend=backend,
+            cases=cases,
+            checks=checks,
+            device=how.device,
+            threads=how.threads,
+            folder=folder,
+            target=folder / f"{at}-{n}.jsonl",
+        )
+        for n, (cases, checks) in enumerate(parts_of(backend, how))
+    ]
 
 
 def _told(name: str, futures: list[Future[list[Row]]]) -> list[Row]:
@@ -123,17 +201,6 @@ def steps_apart(backends: Sequence[str], how: Apart) -> int:
     return len(how.cases) + sum(len(parts_of(name, how)) for name in backends)
 
 
-@contextmanager
-def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """A thread for each row of processes; where the work is broken off, what has not begun does not begin."""
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            yield pool
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
 @dataclass(slots=True)
 class _Clock:
     """What every row of processes, one after the other, took: (all, compiling) seconds by thread."""
@@ -146,17 +213,24 @@ class _Clock:
         self.spent[threading.get_ident()] = before[0] + seconds, before[1] + compiling
 
     def compiling(self) -> float:
-        """By how much the longest row is longer than the longest without compilation."""
-        longest = max((whole for whole, _ in self.spent.values()), default=0.0)
-        return longest - max((whole - part for whole, part in self.spent.values()), default=0.0)
+        """By how much it would have been done earlier without compilation.
+
+        By as much as each row's share of it, where the rest is dealt anew; or where one row is the longest because it
+        compiled, by how much it is longer than the longest without compilation.
+        """
+        if not self.spent:
+            return 0.0
+        longest = max(whole for whole, _ in self.spent.values())
+        tail = longest - max(whole - part for whole, part in self.spent.values())
+        return max(tail, sum(part for _, part in self.spent.values()) / len(self.spent))
 
 
-class _Deal:
+class _Processes:
     """Runs the processes."""
 
     def __init__(self, how: Apart, folder: Path) -> None:
         self.how, self.folder, self.clock = how, folder, _Clock()
-        self._few = threading.Semaphore(_AT_ONCE)
+        self._large: set[Path] = set()
         self._stopped = threading.Event()
         self._alive: set[BaseProcess] = set()
         # Forked from a process that has imported everything and done nothing, so a start costs next to nothing.
@@ -165,38 +239,35 @@ class _Deal:
         if method is not None:
             self._context.set_forkserver_preload(["gradtruth.verify.doctor.worker"])
 
-    def part(
-        self, backend: str, name: str, cases: tuple[str, ...], checks: tuple[str, ...]
-    ) -> Part:
-        """One process's part."""
-        return Part(
-            backend=backend,
-            cases=cases,
-            checks=checks,
-            device=self.how.device,
-            threads=self.how.threads,
-            folder=self.folder,
-            target=self.folder / f"{name}.jsonl",
-        )
-
     def prepare(self, name: str) -> None:
         """Fill the shelf for one item, as far as that goes."""
         start = time.perf_counter()
         self._run(prepare_item, (name, tuple(self.how.checks), self.how.device, self.folder))
         self.clock.add(time.perf_counter() - start, 0.0)
 
-    def examine(self, part: Part, waits: list[Future[None]]) -> list[Row]:
+    def may_begin(self, part: Part, waits: list[Future[None]]) -> bool:
+        """Whether what it is held against is there, and few others take as much memory; then it is one of these."""
+        if not all(shelved.done() for shelved in waits):
+            return False
+        if not _once(part):
+            return True
+        # One thread at a time asks, so none comes between.
+        free = len(self._large) < _AT_ONCE
+        if free:
+            self._large.add(part.target)
+        return free
+
+    def examine(self, part: Part) -> list[Row]:
         """The rows of one part, those before its process died included."""
-        for shelved in waits:  # begun earlier, so one of the other threads is at it
-            shelved.result()
-        once = all(check.once for check in named(part.checks))
-        few: AbstractContextManager[object] = self._few if once else nullcontext()
+        once = _once(part)
         rows: list[Row] = []
-        with few:
+        try:
             rest: Part | None = part
             while rest is not None:
                 found, rest = self._examined(rest, once=once)
                 rows += found
+        finally:
+            self._large.discard(part.target)
         if once and len(parts_of(part.backend, self.how)) > 1:
             # Refusals are told by the other parts.
             rows = [row for row in rows if row.check != SUPPORT]
@@ -218,7 +289,7 @@ class _Deal:
             return rows, None
         if code is None or self._stopped.is_set():
             # Slow is not wrong: what it was not asked is not reached.
-            why = "it was stopped" if code is not None else self._late()
+            why = _STOPPED if self._stopped.is_set() else self._late()
             return [*rows, _end(part.backend, rows, step, (why, Verdict.NOT_REACHED))], None
         if code == LOST:
             # The row before says what raised.
@@ -239,14 +310,19 @@ class _Deal:
         process = self._context.Process(target=target, args=arguments)
         process.start()
         self._alive.add(process)
-        if self._stopped.is_set():
-            process.kill()
-        process.join(self.how.patience)
+        late = time.monotonic() + self.how.patience
+        while process.exitcode is None and time.monotonic() < late and not self._stopped.is_set():
+            process.join(1.0)
         code = process.exitcode
         process.kill()
-        process.join()
+        process.join(_GRACE)  # a driver may hold it for longer
         self._alive.discard(process)
         return code
+
+
+def _once(part: Part) -> bool:
+    """Whether its checks make problems of their own."""
+    return all(check.once for check in named(part.checks))
 
 
 def _rest(part: Part, step: str, *, once: bool) -> Part | None:

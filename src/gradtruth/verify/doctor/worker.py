@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import warnings
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ def examine_part(part: Part) -> None:
     _settle(part.target.with_suffix(".txt"), part.threads)
     device = torch.device(part.device)
     watch_compilers(triton=device.type == "cuda")
+    if device.type == "cuda":
+        # There are as many processes as cores; helpers of each would only take them from the others.
+        import torch._inductor.config as inductor
+
+        inductor.compile_threads = 1
     items = [item for item in PROGRAMME if item.name in part.cases]
     backend, compiled = get(part.backend), 0.0
     with part.target.open("w", encoding="utf-8") as lines:
@@ -74,7 +80,8 @@ def prepare_item(name: str, checks: tuple[str, ...], device: str, folder: Path) 
 
 
 def _settle(said: Path, threads: int) -> None:
-    """Send everything that the process says to a file."""
+    """Send everything that the process says to a file, and leave ^C to the process that started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
     with said.open("w", encoding="utf-8") as stream:
         for own in (sys.stdout, sys.stderr):

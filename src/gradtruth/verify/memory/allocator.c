@@ -6,6 +6,7 @@ static int byte_ = 0;
 static int (*malloc_)(void **, size_t);
 static int (*free_)(void *);
 static int (*set_)(void *, int, size_t);
+static int (*set_on_)(void *, int, size_t, void *);
 static int (*sync_)(void);
 
 int gradtruth_open(const char *runtime) {
@@ -14,14 +15,17 @@ int gradtruth_open(const char *runtime) {
   malloc_ = (int (*)(void **, size_t))dlsym(handle, "cudaMalloc");
   free_ = (int (*)(void *))dlsym(handle, "cudaFree");
   set_ = (int (*)(void *, int, size_t))dlsym(handle, "cudaMemset");
+  set_on_ = (int (*)(void *, int, size_t, void *))dlsym(handle, "cudaMemsetAsync");
   sync_ = (int (*)(void))dlsym(handle, "cudaDeviceSynchronize");
-  return !(malloc_ && free_ && set_ && sync_);
+  return !(malloc_ && free_ && set_ && set_on_ && sync_);
 }
 
 void gradtruth_byte(int value) { byte_ = value; }
 
-/* Fill a free block; the caller has waited for whatever may still read it. Returns CUDA's error. */
-int gradtruth_fill(void *block, int value, size_t size) { return set_(block, value, size); }
+/* Fill a free block, after what its stream was given before. Returns CUDA's error. */
+int gradtruth_fill(void *block, int value, size_t size, void *stream) {
+  return set_on_(block, value, size, stream);
+}
 
 void *gradtruth_alloc(ptrdiff_t size, int device, void *stream) {
   void *block = NULL;

@@ -28,22 +28,35 @@ class FillingPool:
 
     def __init__(self, library: str, byte: int) -> None:
         self._handle, self._byte = ctypes.CDLL(library), byte
-        self._handle.gradtruth_fill.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+        self._handle.gradtruth_fill.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_int,
+            ctypes.c_size_t,
+            ctypes.c_void_p,
+        )
+        self._freed = -1
         self._handle.gradtruth_byte(byte)
         self.pool = torch.cuda.MemPool(_allocator(library))
 
     def refill(self, device: torch.device) -> None:
-        """Fill every block of the pool that is free, after waiting for the device."""
-        torch.cuda.synchronize(device)
+        """Fill every block of the pool that is free, where any was freed since the last time.
+
+        The host waits for nothing: a free block is used next by its own stream, and is filled in that stream's order.
+        """
+        # Counted when the last stream that uses a block is done with it.
+        freed = torch.cuda.memory_stats_as_nested_dict(device)["active"]["all"]["freed"]
+        if freed == self._freed:
+            return
+        self._freed = freed
         for segment in self.pool.snapshot():
-            address = segment["address"]
+            address, stream = segment["address"], segment["stream"]
             for block in segment["blocks"]:
                 if block["state"] == "inactive":
-                    error = self._handle.gradtruth_fill(address, self._byte, block["size"])
+                    size = block["size"]
+                    error = self._handle.gradtruth_fill(address, self._byte, size, stream)
                     if error:
-                        raise RuntimeError(f"cudaMemset of a free block returned {error}")
+                        raise RuntimeError(f"cudaMemsetAsync of a free block returned {error}")
                 address += block["size"]
-        torch.cuda.synchronize(device)
 
 
 def filling_pool(byte: int) -> FillingPool | str:

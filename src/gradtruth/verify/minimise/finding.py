@@ -10,6 +10,7 @@ from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import Check, Judged
 from gradtruth.verify.engine import find
 from gradtruth.verify.findings import Kind
+from gradtruth.verify.minimise.memory import with_memory
 from gradtruth.verify.trial import support_of
 
 __all__ = ["Calls", "Finding", "Shows", "finder"]
@@ -27,12 +28,14 @@ class Finding:
         tensor: where; None where the call as a whole is wrong.
         kind: of the fault.
         detail: in words, with numbers; another detail is the same finding.
+        memory: the byte that fresh memory held when it showed; None as the allocator hands it out.
     """
 
     check: str
     tensor: str | None
     kind: Kind
     detail: str = ""
+    memory: int | None = None
 
     def same(self, other: Finding) -> bool:
         """The same fault: check, tensor and kind."""
@@ -40,6 +43,8 @@ class Finding:
 
     def __str__(self) -> str:
         where = self.tensor or "the call"
+        if self.memory is not None:
+            where += f", where fresh memory holds {self.memory:#04x}"
         return f"{self.check}: {where}: {self.kind.value}" + (
             f": {self.detail}" if self.detail else ""
         )
@@ -55,6 +60,7 @@ def finder(
     *,
     tensor: str | None = None,
     kind: Kind | None = None,
+    memory: int | None = None,
 ) -> Shows:
     """The question to a backend.
 
@@ -64,13 +70,15 @@ def finder(
         checks: asked in this order until one answers.
         tensor: the finding must be in it; None is any, the first one that a check names.
         kind: of the fault; None is any.
+        memory: the byte that fresh memory holds in every call; None as the allocator hands it out.
+            For checks of values.
 
     Returns:
         A function of calls. A refusal, of any of the calls, and a check that fails are None.
     """
 
     def shows(calls: Calls) -> Finding | None:
-        backend = make()
+        backend = with_memory(make(), memory)
         *preceding, case = calls
         if not all(support_of(before, backend).ok for before in preceding):
             return None
@@ -79,7 +87,7 @@ def finder(
                 wanted = (tensor in (None, answer.tensor)) and kind in (None, answer.kind)
                 if wanted and answer.kind is not None:
                     text = answer.detail[0] if answer.detail else ""
-                    return Finding(check.name, answer.tensor, answer.kind, text)
+                    return Finding(check.name, answer.tensor, answer.kind, text, memory)
         return None
 
     return shows

@@ -53,6 +53,7 @@ def minimise(
     confirm: tuple[int, int] = (1, 1),
     budget: Budget | None = None,
     progress: Callable[[str], None] | None = None,
+    again: Shows | None = None,
 ) -> Minimised:
     """The smallest calls that show the same finding: the same check, tensor and kind.
 
@@ -70,6 +71,9 @@ def minimise(
         confirm: (k, n): a flaky finding shows where it does in k of n looks.
         budget: how long it may take; what was found until then is returned.
         progress: told what is tried, once per candidate.
+        again: a dearer question that the given calls are known to show the finding in, and the result must too, as one
+            to a fresh process where ``shows`` asks one that lives on. Where it does not, the search goes back to
+            where it does, and on from there with both. It may outlast the budget by a few such looks.
 
     Raises:
         InvalidProblem: the given calls do not show a finding, or confirm is not 1 <= k <= n.
@@ -89,12 +93,10 @@ def minimise(
         tried=looked,
         began=began,
     )
-    complete = False
-    with suppress(Exhausted):
-        while not complete:
-            before = size(search.calls)
-            reduce_once(search)
-            complete = size(search.calls) == before
+    complete = _reduce(search)
+    if again is not None and search.go_back(again):
+        search.shows = _both(shows, again)
+        complete = _reduce(search)
     return Minimised(
         case=search.calls[-1],
         preceding=search.calls[:-1],
@@ -104,6 +106,27 @@ def minimise(
         seconds=time.perf_counter() - began,
         complete=complete,
     )
+
+
+def _reduce(search: Search) -> bool:
+    """Reduce until nothing does any more; False where the budget ended it."""
+    complete = False
+    with suppress(Exhausted):
+        while not complete:
+            before = size(search.calls)
+            reduce_once(search)
+            complete = size(search.calls) == before
+    return complete
+
+
+def _both(shows: Shows, again: Shows) -> Shows:
+    """The cheap question, and the dear one where that shows something."""
+
+    def ask(calls: Calls) -> Finding | None:
+        found = shows(calls)
+        return None if found is None else again(calls)
+
+    return ask
 
 
 def _first(calls: Calls, shows: Shows, wanted: int, looks: int) -> tuple[Finding, int]:

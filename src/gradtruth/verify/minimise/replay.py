@@ -16,6 +16,7 @@ from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import named
 from gradtruth.verify.engine import find
 from gradtruth.verify.minimise.finding import Calls
+from gradtruth.verify.minimise.memory import with_memory
 
 __all__ = ["replay"]
 
@@ -26,6 +27,7 @@ def replay(
     expected: tuple[str | None, str],
     calls: Sequence[Mapping[str, Any] | str | os.PathLike[str]],
     device: str = "cpu",
+    memory: int | None = None,
 ) -> int:
     """Ask a check about a backend and print what it finds.
 
@@ -36,12 +38,14 @@ def replay(
         calls: case files, or tensors by name with "spec" (its string) and "bounds" (max_seqlen of queries and keys);
             the last one is judged, the others are made before.
         device: where.
+        memory: the byte that fresh memory holds in every call; None as the allocator hands it out.
 
     Returns:
         1 where the fault is found, else 0.
     """
     *preceding, case = _cases(calls, device)
-    found = find(case, get(backend), named((check,))[0], preceding=tuple(preceding))
+    asked = with_memory(get(backend), memory)
+    found = find(case, asked, named((check,))[0], preceding=tuple(preceding))
     for answer in found:
         print(answer.tensor, answer.kind, *answer.detail)  # noqa: T201 - a script's output
     wrong = any((answer.tensor, answer.kind) == expected for answer in found)

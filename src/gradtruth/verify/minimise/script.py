@@ -147,8 +147,9 @@ def _check_form(calls: Calls, backend: str, finding: Finding, files: Sequence[st
         body = _listed("calls", [_whole(case) for case in calls], calls)
     expected = finding.tensor, finding.kind.value
     where = str(calls[-1].device)
+    more = "" if finding.memory is None else f", memory={finding.memory:#04x}"
     code = [
-        f"found = replay({backend!r}, {finding.check!r}, {expected!r}, calls, {where!r})",
+        f"found = replay({backend!r}, {finding.check!r}, {expected!r}, calls, {where!r}{more})",
         "sys.exit(found)",
     ]
     return _file(["sys"], imports, [*body, *code], None if files else calls)
@@ -183,6 +184,8 @@ def _right(calls: Calls, backend: Backend, finding: Finding) -> tuple[str, float
     That is halfway between the error of a healthy computation and the one that is there.
     """
     name = finding.tensor
+    if finding.memory is not None:
+        raise InvalidProblem(f"{finding} needs memory that is filled")
     of_one_call = finding.check in ("forward", "backward")
     if finding.kind not in _VALUES or name not in _RESULTS or not of_one_call:
         raise InvalidProblem(f"{finding} is not about a value of one call")

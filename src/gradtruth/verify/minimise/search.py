@@ -48,6 +48,7 @@ class Search:
         steps: what was done to get here.
         tried: looks so far.
         began: when, for the budget.
+        before: the calls and findings that it has been at, as many as steps.
         keep_strides: the finding needs memory that is not contiguous: edits keep the strides that there are.
     """
 
@@ -60,6 +61,7 @@ class Search:
     steps: list[str] = field(default_factory=list)
     tried: int = 0
     began: float = field(default_factory=time.perf_counter)
+    before: list[tuple[Calls, Finding]] = field(default_factory=list)
     keep_strides: bool = False
     _seen: set[str] = field(default_factory=set)
 
@@ -85,6 +87,7 @@ class Search:
         found = self.look(candidate)
         if found is None:
             return False
+        self.before.append((self.calls, self.finding))
         self.calls, self.finding = candidate, found
         self.steps.append(what)
         return True
@@ -167,6 +170,32 @@ class Search:
                 good = middle
             else:
                 failed = middle
+        return True
+
+    def go_back(self, shows: Shows) -> bool:
+        """Back to the last calls on the way here that another question shows the finding in.
+
+        It is taken to show in all calls up to some point, and in those that were given: so few are looked at.
+
+        Returns:
+            Whether anything was taken back.
+        """
+
+        def holds(at: int) -> bool:
+            self.tried += 1
+            found = shows(way[at][0])
+            return found is not None and found.same(self.finding)
+
+        way = [*self.before, (self.calls, self.finding)]
+        if len(way) == 1 or holds(len(way) - 1):
+            return False
+        good, bad = 0, len(way) - 1
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            good, bad = (middle, bad) if holds(middle) else (good, middle)
+        self.calls, self.finding = way[good]
+        del self.steps[good:], self.before[good:]
+        self._seen.clear()
         return True
 
     def _restrided(self, calls: Calls) -> Calls:

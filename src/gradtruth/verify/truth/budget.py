@@ -257,6 +257,8 @@ def compare(
     oracle: Tensor,
     magnitude: Magnitude,
     yardstick: Tensor,
+    *,
+    foreign: bool = False,
 ) -> list[Row]:
     """Judge one tensor.
 
@@ -267,6 +269,7 @@ def compare(
         measured: the result, in the problem's layout.
         oracle, magnitude: from ``truth.oracle``, for the same (out, lse) if they were given.
         yardstick: the result of the ``unfused`` backend in the same dtype on the same input.
+        foreign: (out, lse) were given: scores that are cut off have no lse beside them that is so too.
 
     Returns:
         One row per (sequence, head) that has places, and one for the places outside every sequence.
@@ -287,12 +290,18 @@ def compare(
     for sequence, parts in _split(problem, name, tensors, where):
         if parts[0].numel():
             independent = _independent(problem, name, where, sequence, parts[0].shape[1])
-            rows += judge(problem, name, parts, sequence, independent)
+            rows += judge(problem, name, parts, sequence, independent, foreign=foreign)
     return rows + _outside(problem, name, tensors[0], where, _exact(name))
 
 
 def judge(
-    problem: Problem, name: str, parts: list[Tensor], sequence: int | None, independent: int
+    problem: Problem,
+    name: str,
+    parts: list[Tensor],
+    sequence: int | None,
+    independent: int,
+    *,
+    foreign: bool = False,
 ) -> list[Row]:
     """Judge some rows of one tensor in one sequence.
 
@@ -302,6 +311,7 @@ def judge(
         parts: fp64 [heads, rows, dims] each: measured, oracle, yardstick, bound, spread.
         sequence: for the answer.
         independent: how many of the rows at most have errors of their own.
+        foreign: as for ``compare``.
 
     Returns:
         One row per head.
@@ -310,7 +320,7 @@ def judge(
     sums = (_C_CUT if rounding.cut else _C_SUMS) * rounding.unit * rounding.ratio
     known = _exact(name), _limit(problem, name)
     part = _clean(sequence, parts, (eps, rounding.cut), known)
-    return _judge(name, part, (eps, sums), independent)
+    return _judge(name, part, (eps, sums, rounding.cut if foreign else 0.0), independent)
 
 
 def _exact(name: str) -> float:
@@ -406,9 +416,11 @@ def _reasons(lost: Tensor, stray: Tensor, exact: float) -> list[str]:
     return reasons
 
 
-def _judge(name: str, part: _Part, scales: tuple[float, float], independent: int) -> list[Row]:
-    """The rows of one sequence, one per head."""
-    eps, sums = scales
+def _judge(
+    name: str, part: _Part, scales: tuple[float, float, float], independent: int
+) -> list[Row]:
+    """The rows of one sequence, one per head; ``scales``: eps, of sums, and the share of bound by which all may err."""
+    eps, sums, cut = scales
     error, drift, oracle, floor = _squarable(part)
     products = {
         "ee": (error, error),
@@ -420,16 +432,20 @@ def _judge(name: str, part: _Part, scales: tuple[float, float], independent: int
     }
     by_line = {key: (x * y).sum(2) for key, (x, y) in products.items()}
     by_line["apart"] = (floor * oracle).square_().sum(2)
+    aside = cut * part.bound if cut else torch.zeros_like(oracle[:, :, :1])
+    by_line["cut"] = aside.square().sum(2)
     whole = {key: x.sum(1) for key, x in by_line.items()}
     rms = torch.minimum(_FACTOR * whole["yy"].sqrt(), _LIMIT * whole["ff"].sqrt())
     rms += (_C_RMS + _C_FEW / math.sqrt(independent)) * whole["ff"].sqrt()
     rms += sums * whole["oo"].sqrt()
+    common = (_C_COMMON * eps + sums) * whole["oo"]
+    common += (aside * oracle.abs()).sum((1, 2))
     # The result is the oracle plus the error.
     power = whole["oo"] + 2 * whole["eo"] + whole["ee"]
     columns = {
         "element": _element(part),
         "line": _line(by_line, error.shape[2]),
-        "projection": _projection(by_line, whole, independent, _C_COMMON * eps + sums),
+        "projection": _projection(by_line, whole, independent, common),
         "oracle": whole["oo"].sqrt(),
         "got": power.clamp(min=0).sqrt().nan_to_num(math.inf, math.inf),
         "error": whole["ee"].sqrt(),
@@ -476,15 +492,16 @@ def _element(part: _Part) -> Tensor:
 def _line(by_line: dict[str, Tensor], dims: int) -> Tensor:
     """[heads, 2]: the largest error norm of a row over its own floor, and its allowance."""
     size = by_line["ff"]
-    measured, usual = (
-        torch.where(size > 0, by_line[key] / size, 0.0).amax(1).sqrt() for key in ("ee", "yy")
+    measured, usual, cut = (
+        torch.where(size > 0, by_line[key] / size, 0.0).amax(1).sqrt()
+        for key in ("ee", "yy", "cut")
     )
-    allowed = (_FACTOR * usual).clamp(max=_LIMIT) + _C_LINE + _C_NARROW / math.sqrt(dims)
+    allowed = (_FACTOR * usual).clamp(max=_LIMIT) + _C_LINE + _C_NARROW / math.sqrt(dims) + cut
     return torch.stack((measured, allowed), 1)
 
 
 def _projection(
-    by_line: dict[str, Tensor], whole: dict[str, Tensor], independent: int, common: float
+    by_line: dict[str, Tensor], whole: dict[str, Tensor], independent: int, common: Tensor
 ) -> Tensor:
     """[heads, 2]: |<error, oracle>| / <oracle, oracle> and its allowance.
 
@@ -498,7 +515,7 @@ def _projection(
         by_line: [heads, rows] of products.
         whole: the same summed over rows.
         independent: how many rows at most have errors of their own.
-        common: what all rows may err by together, relative to the oracle.
+        common: [heads]: what all rows may err by together, times the oracle.
     """
     aligned = by_line["ff"] * by_line["oo"]
     total = aligned.sum(1)
@@ -509,7 +526,7 @@ def _projection(
     counted = torch.minimum(counted, _LIMIT * total.sqrt())
     power = whole["oo"]
     allowed = counted + _C_APART * whole["apart"].sqrt() + _C_ALIGNED * few.sqrt()
-    pair = torch.stack((whole["eo"].abs(), allowed + common * power), 1)
+    pair = torch.stack((whole["eo"].abs(), allowed + common), 1)
     pair = (pair / power.unsqueeze(1)).nan_to_num(math.inf, math.inf)
     # An oracle that is nothing but rounding has no direction.
     pair[power <= whole["ff"]] = torch.tensor([0.0, math.inf], dtype=pair.dtype, device=pair.device)

@@ -113,18 +113,16 @@ def examine(
         drawn = spots(
             problem, where, rows=effort.rows, columns=effort.columns, heads=effort.heads, seed=seed
         )
-    numbers = {
-        n: _unreadable(meaning, upstream, n, where[n])
-        for n in {*some, *(s.sequence for s in drawn)}
-    }
-    rows: list[Row] = []
-    for spot in drawn:
-        if not numbers[spot.sequence]:
-            rows += probe_spot(problem, inputs, found, upstream, spot)
-    readable = [n for n in some if not numbers[n]]
-    laws = residuals(problem, inputs, given, *upstream, sequences=readable, coarse=coarse)
-    broken = [each for each in laws if not each.holds]
-    reasons = tuple(sorted(set(filter(None, numbers.values()))))
+    probed = [(s.sequence, probe_spot(problem, inputs, found, upstream, s)) for s in drawn]
+    laws = list(residuals(problem, inputs, given, *upstream, sequences=some, coarse=coarse))
+    # A NaN or Inf that comes in breaks the laws and whatever is probed: only then, or without laws, it is looked for.
+    odd = {n for n, judged in probed if not all(row.passed for row in judged)}
+    odd |= {each.sequence for each in laws if not each.holds}
+    odd |= {n for n in some if n not in {each.sequence for each in laws}}
+    why = {n: _unreadable(meaning, upstream, n, where[n]) for n in odd}
+    rows = [row for n, judged in probed for row in judged if not why.get(n)]
+    broken = [each for each in laws if not each.holds and not why[each.sequence]]
+    reasons = tuple(sorted(set(filter(None, why.values()))))
     if not meaning.known_dropout:
         return Answer(tuple(_by_law(broken)), not_reached=reasons)
     unconfirmed = []

@@ -27,6 +27,7 @@ class Record:
         findings: the first 1,000.
         found: how many there were.
         calls: looked at, by (layer, entry point).
+        waiting: calls of watched steps whose turn it was not.
         not_reached: reasons to numbers of calls.
         unconfirmed: laws that did not hold where every tensor is within its budget.
         compiled: modules that torch.compile made.
@@ -37,6 +38,7 @@ class Record:
         self.findings: list[Finding] = []
         self.found = 0
         self.calls: Counter[tuple[str, str]] = Counter()
+        self.waiting = 0
         self.not_reached: Counter[str] = Counter()
         self.unconfirmed: Counter[str] = Counter()
         self.compiled: tuple[str, ...] = ()
@@ -79,7 +81,8 @@ class Record:
     def _lines(self, steps: int, watched: int) -> Iterator[str]:
         calls, layers = self.calls.total(), len(self.calls)
         seen = f"{calls} attention calls of {layers} layers looked at in {watched} of {steps} steps"
-        yield f"{seen}, {self.found} findings"
+        waiting = f", {self.waiting} more had not their turn" if self.waiting else ""
+        yield f"{seen}{waiting}, {self.found} findings"
         for finding in self.findings[:_LISTED]:
             yield f"WRONG: {finding}"
         if self.found > _LISTED:

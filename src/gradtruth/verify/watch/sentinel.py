@@ -28,6 +28,7 @@ from gradtruth.verify.watch.listener import Heard
 from gradtruth.verify.watch.record import Record
 from gradtruth.verify.watch.saved import Saved
 from gradtruth.verify.watch.steps import Steps
+from gradtruth.verify.watch.turns import Turns
 
 __all__ = ["Watch", "watch"]
 
@@ -47,6 +48,7 @@ class Watch:
         effort: how much is looked at.
         on_finding: what happens with a finding.
         saved: writes cases; None writes none.
+        turns: which calls are looked at.
         seed: of what is drawn.
 
     Attributes:
@@ -60,13 +62,14 @@ class Watch:
         effort: Effort,
         on_finding: OnFinding,
         saved: Saved | None,
+        turns: Turns,
         seed: int,
     ) -> None:
         self.record = Record()
         if saved is not None:
             self.record.unsaved = saved.tally
         self._where, self._effort, self._seed = where, effort, seed
-        self._on_finding, self._saved = on_finding, saved
+        self._on_finding, self._saved, self._turns = on_finding, saved, turns
         self._lock = threading.RLock()
         self._numbers: Counter[tuple[str, bool]] = Counter()
         self._warned: set[tuple[str, str]] = set()
@@ -126,6 +129,7 @@ class Watch:
     def _switch(self, on: bool) -> None:  # noqa: FBT001 - its only argument
         if on:
             self._numbers.clear()
+            self._turns.begin()
         self._interception.switch(on)
 
     def _on_unseen(self, found: Unseen) -> None:
@@ -141,6 +145,9 @@ class Watch:
             reason = refusal(call.meaning) if call.known_dropout else None
             if reason is not None:
                 self.record.pass_over(reason)
+                return None
+            if not self._turns.due(self._where.rank() or 0):
+                self.record.waiting += 1
                 return None
             place = Place(
                 layer=call.layer,
@@ -265,6 +272,7 @@ def watch(  # noqa: PLR0913 - the public boundary, where each is a keyword of it
     model: nn.Module | None,
     every: int = 100,
     *,
+    calls: int | None = 3,
     rows: int = 8,
     columns: int = 8,
     heads: int = 1,
@@ -280,15 +288,16 @@ def watch(  # noqa: PLR0913 - the public boundary, where each is a keyword of it
     """Look at the attention of a model while it trains: laws in every head, exact probes in some.
 
     A step is a forward of ``model`` in training mode, or ends where ``Watch.step`` is called; the first is step 0.
-    Steps 0, every, 2 * every ... are watched. In these every attention call inside the model (ours,
-    ``F.scaled_dot_product_attention``, TransformerEngine, flash-attn, transformers ...) is looked at when its
-    gradients are there. In the others nothing happens and nothing waits for the device. The training computes
-    the same bits as without. Code that torch.compile made is not reached.
+    Steps 0, every, 2 * every ... are watched. In these the attention calls inside the model (ours,
+    ``F.scaled_dot_product_attention``, TransformerEngine, flash-attn, transformers ...) are looked at when their
+    gradients are there, ``calls`` of them in turns. In the others nothing happens and nothing waits for the device.
+    The training computes the same bits as without. Code that torch.compile made is not reached.
 
     Args:
         model: whose attention; any module, an attention module itself too. None is every call of the process, and
             then steps end by ``Watch.step``.
         every: steps from one that is watched to the next.
+        calls: that are looked at in each of these, in turns; in the first one all are, and with None always.
         rows: queries whose out, lse and dq are computed anew per (sequence, KV head).
         columns: keys whose dk and dv are.
         heads: (sequence, KV head) in which they are, per call; drawn anew each time.
@@ -324,4 +333,4 @@ def watch(  # noqa: PLR0913 - the public boundary, where each is a keyword of it
     where = Where(root=model, functions=functions, this_rank=this_rank)
     budget = Budget(max_bytes, max_cases)
     saved = None if save is None else Saved(Folder(Path(save)), budget)
-    return Watch(where, every, effort, on_finding, saved, seed)
+    return Watch(where, every, effort, on_finding, saved, Turns(calls), seed)
