@@ -12,6 +12,7 @@ process's own, so that what else runs counts little; on a GPU it is the wall clo
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import platform
 import statistics
@@ -185,6 +186,7 @@ def main() -> None:
         "machine": {name: facts[name] for name in FACTS if name in facts}
         | {"platform": platform.platform()},
         "model": size,
+        "calls a watched step": inspect.signature(gradtruth.watch).parameters["calls"].default,
         "milliseconds a step": {kind: round(1000 * found, 2) for kind, found in times.items()},
         "percent, by the watched steps": watched,
         "percent, with what other steps measured more": percent,
