@@ -1,19 +1,9 @@
-"""Exact probes: a few query rows and key columns of one (sequence, KV head), computed in fp64 and compared.
-
-A query row (out, lse, dq) costs O(T D). A key column (dk, dv) costs O(S D) where out and lse of the whole are known;
-without an lse the rows that it is summed over must be computed too, O(S T D) for this one head. So both can be had
-during training, where the whole oracle cannot.
-
-The verdict is that of ``truth.budget`` on these rows: the oracle's own bound and spread with the same four tests,
-without a yardstick, and with ``_TOLERANCE`` times the rounding that they predict instead. ``docs/watch.md`` has the
-calibration: how much of this healthy attention uses, and the smallest factor that is found.
-"""
+"""Part: one (sequence, KV head) of a call, its chosen rows and columns computed in fp64 and judged."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,8 +16,7 @@ from gradtruth.core.spec import Layout
 from gradtruth.core.tensors import Inputs
 from gradtruth.core.tile import tile
 from gradtruth.errors import InvalidProblem
-from gradtruth.verify.cases.case import Case
-from gradtruth.verify.suite.inputs import Sample
+from gradtruth.verify.probes.spots import Found, Spot
 from gradtruth.verify.truth import scoring
 from gradtruth.verify.truth.budget import Row, judge
 from gradtruth.verify.truth.gradient import Block, SequenceGradients, Sum
@@ -40,9 +29,9 @@ from gradtruth.verify.truth.rounding import (
     group_matmul,
     rounding_of,
 )
-from gradtruth.verify.truth.scoring import Place, Scores, places
+from gradtruth.verify.truth.scoring import Place, Scores
 
-__all__ = ["Found", "Spot", "probe", "probe_spot", "spots", "whole"]
+__all__ = ["Part"]
 
 _TOLERANCE = 2.0
 _TOLERANCE_FINE = (
@@ -51,160 +40,6 @@ _TOLERANCE_FINE = (
 _LARGEST = 65504.0  # of fp16
 _BLOCK = 1 << 18  # elements of one [R, block, T] tensor on a CPU: what its caches hold
 _BLOCK_OF_A_DEVICE = 1 << 22  # there a block costs what its operators cost the host
-
-
-@dataclass(frozen=True, slots=True)
-class Spot:
-    """Where to look.
-
-    Attributes:
-        sequence, group: the sequence and the KV head.
-        rows: indices i of queries within the sequence, for out, lse and dq.
-        columns: indices j of keys within the sequence, for dk and dv.
-    """
-
-    sequence: int
-    group: int
-    rows: tuple[int, ...] = ()
-    columns: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What an attention returned, in its problem's layout; None where it is not known.
-
-    Attributes:
-        out, lse: of the forward.
-        dq, dk, dv: of the backward.
-        coarse: it keeps scores and sums in the dtype of its inputs, which the contract does not allow and eager
-            attention does.
-    """
-
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    dq: Tensor | None = None
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-    coarse: bool = False
-
-    @staticmethod
-    def of(tensors: Mapping[str, Tensor], *, coarse: bool = False) -> Found:
-        """From tensors by name; other names are passed over."""
-        known = ("out", "lse", "dq", "dk", "dv")
-        return Found(**{n: x for n, x in tensors.items() if n in known}, coarse=coarse)
-
-
-def probe(
-    case: Case | Sample,
-    tensors: Mapping[str, Tensor],
-    *,
-    rows: int = 8,
-    columns: int = 8,
-    heads: int | None = None,
-    seed: int = 0,
-) -> tuple[Row, ...]:
-    """Probe one forward and backward.
-
-    Args:
-        case: what was computed, with dout and dlse.
-        tensors: out, lse, dq, dk, dv by name, as far as there are any, in the problem's layout.
-        rows, columns: how many queries and keys per (sequence, KV head).
-        heads: how many (sequence, KV head), drawn at random; None is all.
-        seed: of the drawing; the global generators are left alone.
-
-    Returns:
-        One row per tensor and head that was looked at. Wrong are those with ``passed`` False.
-
-    Raises:
-        InvalidProblem: rows, columns or heads is negative.
-    """
-    problem, inputs = case.problem, case.inputs
-    where = places(problem, inputs)
-    drawn = spots(problem, where, rows=rows, columns=columns, heads=heads, seed=seed)
-    found = Found.of(tensors)
-    return tuple(
-        row
-        for spot in drawn
-        for row in probe_spot(problem, inputs, found, (case.dout, case.dlse), spot)
-    )
-
-
-def spots(
-    problem: Problem,
-    where: Sequence[Place],
-    *,
-    rows: int,
-    columns: int,
-    heads: int | None = None,
-    seed: int | str = 0,
-) -> list[Spot]:
-    """Places drawn at random, one row of each of ``rows`` equal stretches of a sequence; columns likewise.
-
-    Args:
-        problem: what was computed.
-        where: of its sequences, from ``truth.scoring.places``.
-        rows, columns: how many per (sequence, KV head).
-        heads: how many (sequence, KV head) of those with a query or a key; None is all.
-        seed: of the drawing.
-
-    Raises:
-        InvalidProblem: a number is negative.
-    """
-    for name, value in (("rows", rows), ("columns", columns), ("heads", heads)):
-        if value is not None and value < 0:
-            raise InvalidProblem(f"{name} is {value}, expected 0 or more")
-    drawing = random.Random(seed)
-    pairs = [
-        (n, g)
-        for n, place in enumerate(where)
-        if place.length_q or place.length_kv
-        for g in range(problem.num_gqa_groups)
-    ]
-    if heads is not None and heads < len(pairs):
-        pairs = sorted(drawing.sample(pairs, heads))
-    return [
-        Spot(n, g, _drawn(drawing, where[n].length_q, rows), _drawn(drawing, where[n].length_kv, columns))
-        for n, g in pairs
-    ]  # fmt: skip
-
-
-def whole(where: Sequence[Place], sequence: int, group: int) -> Spot:
-    """All rows and columns of one (sequence, KV head)."""
-    place = where[sequence]
-    return Spot(sequence, group, tuple(range(place.length_q)), tuple(range(place.length_kv)))
-
-
-def _drawn(drawing: random.Random, length: int, count: int) -> tuple[int, ...]:
-    count = min(count, length)
-    return tuple(
-        drawing.randrange(n * length // count, (n + 1) * length // count) for n in range(count)
-    )
-
-
-def probe_spot(
-    problem: Problem,
-    inputs: Inputs,
-    found: Found,
-    upstream: tuple[Tensor | None, Tensor | None],
-    spot: Spot,
-) -> list[Row]:
-    """Compare the rows and columns of one spot.
-
-    Args:
-        problem, inputs: the call's; with dropout its mask must be the library's own.
-        found: what it computed.
-        upstream: dout and dlse; with neither, only the forward is looked at.
-        spot: where.
-
-    Returns:
-        One row per (tensor, query head of the KV head), of dk and dv one; heads are numbered as in the problem.
-    """
-    with torch.no_grad():
-        part = _Part(problem, inputs, found, upstream, spot)
-        judged = part.judged({**part.rows(), **part.columns()})
-        if any(not row.passed for name in ("out", "lse") for row in judged.get(name, ())):
-            judged |= part.from_a_wrong_out(judged.get("dq", []))
-        return [row for rows in judged.values() for row in rows]
 
 
 class _Compared(NamedTuple):
@@ -228,7 +63,7 @@ def _on_host(compared: Mapping[str, _Compared]) -> dict[str, _Compared]:
     }
 
 
-class _Part:
+class Part:
     """One (sequence, KV head) of a call."""
 
     def __init__(
