@@ -228,6 +228,20 @@ def test_another_finding_is_not_the_same():
     assert found.case.problem.batch == found.case.problem.num_heads == 1
 
 
+def test_another_error_is_not_the_same():
+    """A launch that is refused must not become a layout that does not compile."""
+    case = case_of(_recipe(Spec(), (2, 20, 2, 2, 8)))
+
+    def shows(calls):
+        large = calls[-1].problem.seqlen_q > 10
+        error = f"LaunchError: {calls[-1].problem.seqlen_q}" if large else "LayoutError: 1"
+        return Finding("backward", None, Kind.RAISED, error)
+
+    found = minimise(case, shows)
+    assert found.finding.detail == "LaunchError: 11"
+    assert found.case.problem.seqlen_q == 11
+
+
 def test_nothing_to_minimise():
     case = case_of(_recipe(Spec(), (1, 4, 1, 1, 8)))
     with pytest.raises(InvalidProblem, match="a finding shows in 0 of 1 looks"):

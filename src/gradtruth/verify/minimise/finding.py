@@ -9,7 +9,7 @@ from gradtruth.backends import Backend
 from gradtruth.verify.cases.case import Case
 from gradtruth.verify.checks import Check, Judged
 from gradtruth.verify.engine import find
-from gradtruth.verify.findings import Kind
+from gradtruth.verify.findings import PROCESS, Kind
 from gradtruth.verify.minimise.memory import with_memory
 from gradtruth.verify.trial import support_of
 
@@ -38,8 +38,15 @@ class Finding:
     memory: int | None = None
 
     def same(self, other: Finding) -> bool:
-        """The same fault: check, tensor and kind."""
-        return (self.check, self.tensor, self.kind) == (other.check, other.tensor, other.kind)
+        """The same fault: check, tensor and kind, and of an error that is raised its type."""
+        mine, theirs = ((x.check, x.tensor, x.kind, x._error) for x in (self, other))
+        return mine == theirs
+
+    @property
+    def _error(self) -> str:
+        """The type of the error that a call raised: what a smaller case runs into is often another."""
+        raised = self.kind is Kind.RAISED and self.check != PROCESS
+        return self.detail.partition(":")[0] if raised else ""
 
     def __str__(self) -> str:
         where = self.tensor or "the call"

@@ -5,8 +5,8 @@ without an lse the rows that it is summed over must be computed too, O(S T D) fo
 during training, where the whole oracle cannot.
 
 The verdict is that of ``truth.budget`` on these rows: the oracle's own bound and spread with the same four tests,
-without a yardstick, and with ``part._TOLERANCE`` times the rounding that they predict instead. ``docs/watch.md`` has the
-calibration: how much of this healthy attention uses, and the smallest factor that is found.
+without a yardstick, and with ``part._TOLERANCE`` times the rounding that they predict instead. ``docs/watch.md`` says
+how much of this healthy attention uses.
 """
 
 from __future__ import annotations
