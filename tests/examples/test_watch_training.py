@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,15 @@ from examples import watch_training
 from gradtruth.verify.cases.case import Case
 
 SMALL = ["--steps", "8", "--every", "2", "--batch", "2", "--length", "24"]
+
+
+@pytest.fixture(autouse=True)
+def level() -> Iterator[None]:
+    """The program quiets the library's log, as programs may; the next test wants to hear it."""
+    logger = logging.getLogger("gradtruth")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 def test_the_fault_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
